@@ -1,0 +1,141 @@
+"""Every leaf of a config: its default, its unit and who reads it.
+
+A config file starts from get_config(), changes what differs and adds nothing;
+a new leaf comes here first, with the line that says what it is.
+"""
+import difflib
+import types
+
+from ml_collections import ConfigDict
+
+
+def get_config():
+  """Returns the base config; a leaf that is not here does not exist."""
+  c = ConfigDict()
+  c.seed = 0  # of initial parameters and of the order of the data
+  c.context = 512  # tokens in a row
+  c.batch = 4  # rows in an optimiser step, over all devices and processes
+  c.accumulate = 1  # micro-batches that the rows of a step are split into
+  c.steps = 1_000  # optimiser steps in the whole run
+  c.balance = "quantile"  # expert thresholds after a step; "none" keeps them
+  c.model = model()
+  c.data = data()
+  c.optim = optim()
+
+  c.evaluate = ConfigDict()
+  c.evaluate.every_steps = 500  # 0: at the end of the run only
+  c.checkpoint = ConfigDict()
+  c.checkpoint.every_steps = 500  # 0: at the end and on a signal only
+  c.checkpoint.keep = 2  # newest checkpoints that stay on disk
+  c.log = ConfigDict()
+  c.log.every_seconds = 5.0  # longest silence while steps are faster
+  c.log.every_steps = 10  # and a line after so many steps
+  return c
+
+
+def model():
+  """Returns the fields of models.hybrid.Hybrid."""
+  c = ConfigDict()
+  c.vocab = 272  # rows of the embedding, at least the tokenizer's
+  c.width = 256
+  c.layers = 4
+  c.pattern = "dddm"  # d delta, m latent attention; repeated over the layers
+  c.norm_epsilon = 1e-5
+
+  # Delta layers.
+  c.heads = 4
+  c.key_width = 32  # of one head
+  c.value_width = 32  # of one head
+  c.conv_width = 4  # taps of the short convolution
+  c.floor = -5.0  # least log decay of a step; x 16 has to fit float32's exp
+
+  # Latent attention layers.
+  c.latent_heads = 4
+  c.latent_key_width = 32  # of one head, made from the latent
+  c.latent_shared_width = 16  # key part that all heads share
+  c.latent_value_width = 32
+  c.latent_rank = 64  # width of the latent that is cached
+  c.query_rank = 0  # 0: queries straight from the model's width
+  c.latent_gate = True  # sigmoid gate on the heads' outputs
+
+  # Feed-forward part of every layer.
+  c.glu = "situ"  # bounded; "swiglu" is the baseline
+  c.dense_layers = 1  # first layers that have no experts
+  c.dense_hidden = 768
+  c.experts = 8
+  c.experts_per_token = 2
+  c.expert_hidden = 128
+  c.expert_latent = 128  # width that experts work in; 0: the model's
+  c.shared_experts = 1  # experts that see every token
+  c.routed_scale = 1.0  # factor on the routed experts' sum
+
+  # Across layers.
+  c.depth = "block_attention"  # "residual" is the baseline
+  c.block_layers = 2  # layers in a depth block
+
+  # How it runs; neither changes the function.
+  c.remat = "none"  # "layer" recomputes each layer in the backward pass
+  c.dtype = "float32"  # of compute; parameters are float32 always
+  c.implementation = ""  # of the delta rule; "": the fastest that can run
+  return c
+
+
+def data():
+  """Returns what data.loader.open_data reads."""
+  c = ConfigDict()
+  c.path = ""  # folder or glob of UTF-8 text; "": Python's standard library
+  c.tokenizer = "byte"  # or a tokenizers JSON file
+  c.validation_bytes = 262_144  # of the validation slice
+  c.validation_context = 2_048  # tokens in a row of it
+  return c
+
+
+def optim():
+  """Returns what optim.make and optim.schedule read."""
+  c = ConfigDict()
+  c.name = "muon"  # matrices by Muon, the rest by AdamW; "adamw": all by AdamW
+  c.lr = 0.02  # peak
+  c.adam_lr = 2.5e-3  # peak of the AdamW group under Muon
+  c.schedule = "cosine"  # "wsd" (warm-up, stable, decay) or "constant"
+  c.warmup_steps = 20
+  c.decay_steps = 0  # at the end of the run; wsd only
+  c.final_fraction = 0.1  # of the peak, at the last step
+  c.weight_decay = 0.1  # on matrices only
+  c.b1 = 0.9  # AdamW
+  c.b2 = 0.95  # AdamW
+  c.momentum = 0.95  # Muon
+  c.clip_norm = 1.0  # of the gradient, over all leaves
+  return c
+
+
+def parse_arg(arg, **defaults):
+  """Parses what stands behind the colon in `file.py:context=2048,smoke`.
+
+  Args:
+    arg: the text, or None. A name alone sets a boolean to True.
+    **defaults: every name that is known; a value's type is its name's type.
+
+  Returns:
+    A namespace of the defaults and of what the text changes.
+  """
+  values = dict(defaults)
+  for item in filter(None, (arg or "").split(",")):
+    name, equals, text = item.partition("=")
+    if name not in defaults:
+      close = difflib.get_close_matches(name, defaults, 1)
+      hint = f'did you mean "{close[0]}"?' if close else (
+          "known: " + ", ".join(defaults))
+      raise ValueError(f'config argument "{name}" is unknown; {hint}')
+    kind = type(defaults[name])
+    if kind is bool:
+      text = text.lower() if equals else "true"
+      if text not in ("true", "false"):
+        raise ValueError(f'config argument "{item}": {name} is true or false')
+      values[name] = text == "true"
+    else:
+      try:
+        values[name] = kind(text)
+      except ValueError:
+        raise ValueError(f'config argument "{item}": {name} is '
+                         f"{kind.__name__}") from None
+  return types.SimpleNamespace(**values)

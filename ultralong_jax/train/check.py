@@ -1,0 +1,144 @@
+"""Errors of a config that need no compile to be seen: check(config, ...)."""
+import ml_collections
+
+from pallas_kernels.kda import config as kda_config
+
+CHOICES = {
+    "balance": ("quantile", "none"),
+    "model.glu": ("situ", "swiglu"),
+    "model.depth": ("block_attention", "residual"),
+    "model.remat": ("none", "layer"),
+    "model.dtype": ("float32", "bfloat16"),
+    "optim.name": ("muon", "adamw"),
+    "optim.schedule": ("cosine", "wsd", "constant"),
+}
+# At least 1, and at least 0.
+COUNTS = (
+    "context", "batch", "accumulate", "steps", "model.vocab", "model.width",
+    "model.layers", "model.heads", "model.key_width", "model.value_width",
+    "model.conv_width", "model.latent_heads", "model.latent_key_width",
+    "model.latent_value_width", "model.latent_rank", "model.dense_hidden",
+    "model.block_layers", "data.validation_bytes", "data.validation_context",
+    "checkpoint.keep", "log.every_steps")
+COUNTS_OR_ZERO = (
+    "model.latent_shared_width", "model.query_rank", "model.dense_layers",
+    "model.expert_latent", "model.shared_experts", "optim.warmup_steps",
+    "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
+    "checkpoint.every_steps", "log.every_seconds")
+POSITIVE = (
+    "optim.lr", "optim.adam_lr", "optim.clip_norm", "model.norm_epsilon",
+    "model.routed_scale")
+FRACTIONS = ("optim.b1", "optim.b2", "optim.momentum")  # [0, 1)
+
+
+def check(config, vocab: int = 0, devices: int = 1, processes: int = 1):
+  """Raises one ValueError that lists all that is wrong with a config.
+
+  Args:
+    config: the resolved config.
+    vocab: the tokenizer's number of ids.
+    devices: accelerators of all processes.
+    processes: how many of them share a step.
+  """
+  errors = [*_leaves(config), *_model(config.model, vocab),
+            *_rows(config, devices, processes), *_optim(config)]
+  if errors:
+    raise ValueError("this config cannot run:\n  " + "\n  ".join(errors))
+
+
+def _leaf(config, name: str):
+  for part in name.split("."):
+    config = config[part]
+  return config
+
+
+def _leaves(config):
+  """What can be said of one leaf alone."""
+  for name, choices in CHOICES.items():
+    value = _leaf(config, name)
+    if value not in choices:
+      yield f'{name}="{value}": choose from {", ".join(choices)}'
+  for names, holds, rule in (
+      (COUNTS, lambda x: x >= 1, "at least 1"),
+      (COUNTS_OR_ZERO, lambda x: x >= 0, "0 or more"),
+      (POSITIVE, lambda x: x > 0, "above 0"),
+      (FRACTIONS, lambda x: 0 <= x < 1, "from 0 to below 1"),
+      (("optim.final_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1")):
+    for name in names:
+      value = _leaf(config, name)
+      if not holds(value):
+        yield f"{name}={value}: has to be {rule}"
+
+
+def _model(c: ml_collections.ConfigDict, vocab: int):
+  unknown = sorted(set(c.pattern) - set("dm"))
+  if unknown or not c.pattern:
+    yield (f'model.pattern="{c.pattern}": letters are d (delta) and m (latent '
+           f"attention), one or more; {unknown} are not")
+  if len(c.pattern) > c.layers:
+    yield (f'model.pattern="{c.pattern}" is longer than model.layers='
+           f"{c.layers}; drop letters or raise model.layers")
+  if c.dense_layers > c.layers:
+    yield (f"model.dense_layers={c.dense_layers} exceeds model.layers="
+           f"{c.layers}; lower it")
+  if c.vocab < vocab:
+    yield (f"model.vocab={c.vocab} is below the tokenizer's {vocab} ids; "
+           f"set model.vocab={-(-vocab // 16) * 16}")
+  if c.width % c.heads:
+    yield (f"model.width={c.width} is not a multiple of model.heads="
+           f"{c.heads}; set model.width={-(-c.width // c.heads) * c.heads}")
+  if c.width % c.latent_heads:
+    fit = -(-c.width // c.latent_heads) * c.latent_heads
+    yield (f"model.width={c.width} is not a multiple of model.latent_heads="
+           f"{c.latent_heads}; set model.width={fit}")
+  try:
+    kda_config.check_floor(c.floor)
+  except ValueError as error:
+    yield f"model.floor: {error}"
+  if c.dense_layers < c.layers:
+    if c.experts < 2 or c.expert_hidden < 1:
+      yield (f"model.experts={c.experts} of model.expert_hidden="
+             f"{c.expert_hidden}: layers with experts need at least 2 of "
+             "width 1; or set model.dense_layers to model.layers")
+    elif not 1 <= c.experts_per_token < c.experts:
+      yield (f"model.experts_per_token={c.experts_per_token}: has to be "
+             f"from 1 to below model.experts={c.experts}")
+
+
+def _rows(c, devices: int, processes: int):
+  """What has to divide what in a batch."""
+  for name in ("context", "data.validation_context"):
+    value = _leaf(c, name)
+    if value % kda_config.CHUNK:
+      fit = -(-value // kda_config.CHUNK) * kda_config.CHUNK
+      yield (f"{name}={value} is not a multiple of the delta rule's chunk of "
+             f"{kda_config.CHUNK} tokens; set {name}={fit}")
+  for name, value in (("accumulate", c.accumulate), ("devices", devices),
+                      ("processes", processes)):
+    if value >= 1 and c.batch % value:
+      yield (f"batch={c.batch} rows do not split over {value} {name}; set "
+             f"batch={-(-c.batch // value) * value}")
+  if c.accumulate >= 1 and not c.batch % c.accumulate:
+    rows = c.batch // c.accumulate
+    if rows % devices:
+      yield (f"batch={c.batch} in accumulate={c.accumulate} parts leaves "
+             f"{rows} rows for {devices} devices; set batch="
+             f"{c.accumulate * -(-rows // devices) * devices}")
+  if c.data.validation_bytes < c.data.validation_context:
+    yield (f"data.validation_bytes={c.data.validation_bytes} fill no row of "
+           f"data.validation_context={c.data.validation_context}; raise the "
+           "first or lower the second")
+
+
+def _optim(c):
+  if c.optim.warmup_steps >= c.steps:
+    yield (f"optim.warmup_steps={c.optim.warmup_steps} leaves none of steps="
+           f"{c.steps}; lower it")
+  if c.optim.schedule == "wsd":
+    if c.optim.decay_steps < 1:
+      yield (f"optim.decay_steps={c.optim.decay_steps}: schedule wsd ends "
+             f"with a decay; try {max(1, c.steps // 5)}")
+    elif c.optim.warmup_steps + c.optim.decay_steps > c.steps:
+      yield (f"optim.warmup_steps={c.optim.warmup_steps} and "
+             f"optim.decay_steps={c.optim.decay_steps} exceed steps="
+             f"{c.steps}; lower them")
