@@ -1,0 +1,1 @@
+from pallas_kernels.kda.api import kda as kda

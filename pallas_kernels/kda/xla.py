@@ -1,0 +1,419 @@
+"""Chunked Kimi delta attention in plain JAX: dense matmuls, any device.
+
+Chunks of 64 tokens meet only in the state. Within a chunk, tokens meet in
+tiles of 16, and every tile pair is one dense matmul of decayed queries and
+keys. With a bounded decay that holds for diagonal tiles too; the unbounded
+gate pays for its diagonal tiles with one exponent a token pair and channel.
+"""
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda import inputs
+from pallas_kernels.kda.config import CHUNK, TILE
+
+# Chunk tokens x heads that are worked on together: long sequences run in
+# groups of chunks, so that memory beside inputs and outputs is bounded.
+GROUP_ROWS = 1 << 16
+
+
+class Options(NamedTuple):
+  """What is static in a call."""
+  floor: float | None
+  normalize_qk: bool
+  sigmoid_beta: bool
+  scale: float
+
+
+class Tokens(NamedTuple):
+  """The arrays that have a token axis; in groups, [N, B, C, ...]."""
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  decay: jax.Array
+  beta: jax.Array
+
+
+class Marks(NamedTuple):
+  """Documents of tokens, [B, C], and of the token before each chunk, [B]."""
+  documents: jax.Array
+  before: jax.Array
+  real: jax.Array
+
+
+class Terms(NamedTuple):
+  """What a chunk contributes; see `terms`."""
+  q_NBGCK: jax.Array
+  att_NBGCJ: jax.Array
+  w_NBGCK: jax.Array
+  u_NBGCV: jax.Array
+  key_NBGCK: jax.Array
+  keep_NBGK: jax.Array
+
+
+def unsupported(*_, **__):
+  """Plain JAX runs everywhere."""
+  return None
+
+
+def kda(q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG, *, a_log, dt_bias, floor,
+        normalize_qk, sigmoid_beta, scale, initial_state, segment_ids):
+  """Runs the gated delta rule chunk by chunk. Arguments: see api.kda."""
+  batch, _, heads, value = v_BTGV.shape
+  if initial_state is None:
+    initial_state = jnp.zeros((batch, heads, q_BTHK.shape[-1], value),
+                              jnp.promote_types(jnp.float32, q_BTHK.dtype))
+  options = Options(floor, normalize_qk, sigmoid_beta, scale)
+  tokens = Tokens(q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG)
+  return _kda(options, tokens, (a_log, dt_bias), initial_state, segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda(options, tokens, gate, s_BGKV, segment_ids):
+  return _kda_fwd(options, tokens, gate, s_BGKV, segment_ids)[0]
+
+
+def _kda_fwd(options, tokens, gate, s_BGKV, segment_ids):
+  """Keeps the inputs and one state a group of chunks."""
+  grouped, marks = _groups(tokens, segment_ids)
+
+  def group(s_BGKV, xs):
+    o_NBCGV, states_NBGKV, end_BGKV = _forward(options, *xs, gate, s_BGKV)
+    del states_NBGKV
+    return end_BGKV, (o_NBCGV, s_BGKV)
+
+  end_BGKV, (o, starts) = jax.lax.scan(group, s_BGKV.astype(_dtype(tokens)),
+                                       (grouped, marks))
+  o_BTGV = _ungroup(o, tokens.v.shape[1]).astype(tokens.v.dtype)
+  residuals = tokens, gate, starts, s_BGKV, segment_ids
+  return (o_BTGV, end_BGKV), residuals
+
+
+def _kda_bwd(options, residuals, cotangents):
+  """Walks the groups backwards, recomputing each from its first state."""
+  tokens, gate, starts, s_BGKV, segment_ids = residuals
+  do_BTGV, ds_BGKV = cotangents
+  grouped, marks = _groups(tokens, segment_ids)
+  do = _group(do_BTGV.astype(_dtype(tokens)), grouped.q.shape)
+
+  def group(carry, xs):
+    ds_BGKV, dgate = carry
+    tokens, marks, do_NBCGV, s_BGKV = xs
+    dtokens, dgate_here, ds_BGKV = _backward(
+        options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV)
+    return (ds_BGKV, jax.tree.map(jnp.add, dgate, dgate_here)), dtokens
+
+  zeros = jax.tree.map(jnp.zeros_like, gate)
+  (ds_BGKV, dgate), dtokens = jax.lax.scan(
+      group, (ds_BGKV, zeros), (grouped, marks, do, starts), reverse=True)
+  dtokens = jax.tree.map(lambda x: _ungroup(x, tokens.q.shape[1]), dtokens)
+  return dtokens, dgate, ds_BGKV.astype(s_BGKV.dtype), None
+
+
+_kda.defvjp(_kda_fwd, _kda_bwd)
+
+
+def terms(options, tokens, marks, gate):
+  """Everything about a chunk that does not depend on the incoming state.
+
+  With G the cumulative log decay, P_ij = sum_K k_i k_j exp(G_i - G_j) and
+  T = (I + tril(beta P, -1))^-1:
+
+    att = tril(sum_K q_i k_j exp(G_i - G_j)),  q = q exp(G)
+    w = T (beta k exp(G)),  u = T (beta v),  key = k exp(G_last - G)
+    keep = exp(G_last)
+
+  so that, with S the incoming state, o = q S + att (u - w S) and
+  S' = keep S + key^T (u - w S). Where a document starts inside the chunk,
+  masks cut the products and the paths from and to the state.
+  """
+  real = None if marks is None else marks.real
+  q, k, v, g, beta = inputs.prepare(
+      *tokens, real, *gate, **options._asdict())
+  q_NBGCK, k_NBGCK, v_NBGCV, g_NBGCK = (
+      jnp.swapaxes(x, 2, 3) for x in (q, k, v, g))
+  beta_NBGC = jnp.swapaxes(beta, 2, 3)
+  precision = _precision(tokens.q.dtype)
+  sum_NBGCK = _cumulative(g_NBGCK)
+  last_NBGK = sum_NBGCK[..., -1, :]
+  att, mix = _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, options.floor, precision)
+  causal_CJ = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+  causal = causal_CJ[None, None, None]
+  if marks is not None:
+    same = marks.documents[..., None] == marks.documents[:, :, None]
+    causal = causal & same[:, :, None]
+  att_NBGCJ = jnp.where(causal, att, 0)
+  strict = causal & ~jnp.eye(CHUNK, dtype=bool)
+  mix_NBGCJ = jnp.where(strict, mix, 0) * beta_NBGC[..., None]
+  from_start = jnp.exp(sum_NBGCK)
+  to_end = jnp.exp(last_NBGK[..., None, :] - sum_NBGCK)
+  keep_NBGK = jnp.exp(last_NBGK)
+  if marks is not None:
+    first, last = marks.before, marks.documents[..., -1]
+    reached = marks.documents == first[..., None]
+    kept = marks.documents == last[..., None]
+    from_start = jnp.where(reached[:, :, None, :, None], from_start, 0)
+    to_end = jnp.where(kept[:, :, None, :, None], to_end, 0)
+    keep_NBGK = jnp.where((first == last)[..., None, None], keep_NBGK, 0)
+  inverse_NBGCJ = unit_lower_inverse(mix_NBGCJ)
+  written = jnp.concatenate([k_NBGCK * from_start, v_NBGCV], axis=-1)
+  solved = jnp.einsum("...CJ,...JV->...CV", inverse_NBGCJ,
+                      written * beta_NBGC[..., None], precision=precision)
+  w_NBGCK, u_NBGCV = jnp.split(solved, [k_NBGCK.shape[-1]], axis=-1)
+  return Terms(q_NBGCK * from_start, att_NBGCJ, w_NBGCK, u_NBGCV,
+               k_NBGCK * to_end, keep_NBGK)
+
+
+def _forward(options, tokens, marks, gate, s_BGKV):
+  """One group of chunks: outputs, incoming states, state after."""
+  t = terms(options, tokens, marks, gate)
+  einsum = functools.partial(jnp.einsum, precision=_precision(tokens.q.dtype))
+  states_NBGKV, end_BGKV = _states(t, s_BGKV, einsum)
+  write_NBGCV = t.u_NBGCV - einsum("NBGCK,NBGKV->NBGCV", t.w_NBGCK,
+                                   states_NBGKV)
+  o_NBGCV = einsum("NBGCK,NBGKV->NBGCV", t.q_NBGCK, states_NBGKV)
+  o_NBGCV += einsum("NBGCJ,NBGJV->NBGCV", t.att_NBGCJ, write_NBGCV)
+  return jnp.swapaxes(o_NBGCV, 2, 3), states_NBGKV, end_BGKV
+
+
+def _states(t, s_BGKV, einsum):
+  """Passes the state through a group's chunks: S' = step S + add."""
+  step_NBGKJ = -einsum("NBGCK,NBGCJ->NBGKJ", t.key_NBGCK, t.w_NBGCK)
+  step_NBGKJ += (t.keep_NBGK[..., None]
+                 * jnp.eye(t.keep_NBGK.shape[-1], dtype=step_NBGKJ.dtype))
+  add_NBGKV = einsum("NBGCK,NBGCV->NBGKV", t.key_NBGCK, t.u_NBGCV)
+
+  def chunk(s_BGKV, xs):
+    step_BGKJ, add_BGKV = xs
+    after_BGKV = einsum("BGKJ,BGJV->BGKV", step_BGKJ, s_BGKV) + add_BGKV
+    return after_BGKV, s_BGKV
+
+  end_BGKV, states_NBGKV = jax.lax.scan(chunk, s_BGKV,
+                                        (step_NBGKJ, add_NBGKV))
+  return states_NBGKV, end_BGKV
+
+
+def _backward(options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV):
+  """Gradients of one group, given those of its outputs and last state."""
+  einsum = functools.partial(jnp.einsum, precision=_precision(tokens.q.dtype))
+  t, pull = jax.vjp(
+      lambda tokens, gate: terms(options, tokens, marks, gate), tokens, gate)
+  states_NBGKV, _ = _states(t, s_BGKV, einsum)
+  write_NBGCV = t.u_NBGCV - einsum("NBGCK,NBGKV->NBGCV", t.w_NBGCK,
+                                   states_NBGKV)
+  do_NBGCV = jnp.swapaxes(do_NBCGV, 2, 3)
+  dwrite_NBGCV = einsum("NBGCJ,NBGCV->NBGJV", t.att_NBGCJ, do_NBGCV)
+  here_NBGKV = einsum("NBGCK,NBGCV->NBGKV", t.q_NBGCK, do_NBGCV)
+  here_NBGKV -= einsum("NBGCK,NBGCV->NBGKV", t.w_NBGCK, dwrite_NBGCV)
+
+  def chunk(ds_BGKV, xs):
+    here_BGKV, w_BGCK, key_BGCK, keep_BGK = xs
+    through_BGCV = einsum("BGCK,BGKV->BGCV", key_BGCK, ds_BGKV)
+    before_BGKV = here_BGKV + keep_BGK[..., None] * ds_BGKV - einsum(
+        "BGCK,BGCV->BGKV", w_BGCK, through_BGCV)
+    return before_BGKV, ds_BGKV
+
+  ds_BGKV, after_NBGKV = jax.lax.scan(
+      chunk, ds_BGKV, (here_NBGKV, t.w_NBGCK, t.key_NBGCK, t.keep_NBGK),
+      reverse=True)
+  dwrite_NBGCV += einsum("NBGCK,NBGKV->NBGCV", t.key_NBGCK, after_NBGKV)
+  dterms = Terms(
+      q_NBGCK=einsum("NBGCV,NBGKV->NBGCK", do_NBGCV, states_NBGKV),
+      att_NBGCJ=einsum("NBGCV,NBGJV->NBGCJ", do_NBGCV, write_NBGCV),
+      w_NBGCK=-einsum("NBGCV,NBGKV->NBGCK", dwrite_NBGCV, states_NBGKV),
+      u_NBGCV=dwrite_NBGCV,
+      key_NBGCK=einsum("NBGCV,NBGKV->NBGCK", write_NBGCV, after_NBGKV),
+      keep_NBGK=jnp.sum(states_NBGKV * after_NBGKV, axis=-1))
+  dtokens, dgate = pull(dterms)
+  return dtokens, dgate, ds_BGKV
+
+
+def _cumulative(g_NBGCK):
+  """Inclusive sum over a chunk, as a matmul: faster than cumsum on CPU."""
+  lower_CJ = jnp.tril(jnp.ones((CHUNK, CHUNK), g_NBGCK.dtype))
+  return jnp.einsum("CJ,NBGJK->NBGCK", lower_CJ, g_NBGCK, precision="highest")
+
+
+def _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, floor, precision):
+  """Decayed products of all causal pairs; what is above is arbitrary.
+
+  Returns sum_K q_i k_j exp(G_i - G_j) and the same with k_i for q_i. Rows of
+  tile y are scaled by exp(G_i - ref_y), columns by exp(ref_y - G_j). With a
+  bounded decay ref_y is G in the tile's middle: exponents stay within
+  +-8 floors, masked pairs included. Unbounded, it is G before the tile, which
+  serves the columns of earlier tiles (both exponents <= 0).
+  """
+  lead, (chunk, key) = q_NBGCK.shape[:-2], q_NBGCK.shape[-2:]
+  tiles = chunk // TILE
+
+  def tiled(x):
+    return x.reshape(*lead, tiles, TILE, x.shape[-1])
+
+  sum_YIK = tiled(sum_NBGCK)
+  if floor is None:
+    before_YK = jnp.pad(sum_YIK[..., :-1, -1, :],
+                        [(0, 0)] * len(lead) + [(1, 0), (0, 0)])
+    ref_YK = before_YK
+  else:
+    ref_YK = sum_YIK[..., TILE // 2, :]
+  ref_YK = jax.lax.stop_gradient(ref_YK)  # the product does not depend on it
+  row_YIK = jnp.exp(sum_YIK - ref_YK[..., None, :])
+  rows_YIK = jnp.concatenate(
+      [tiled(q_NBGCK) * row_YIK, tiled(k_NBGCK) * row_YIK], axis=-2)
+  strips = []
+  for y in range(tiles):
+    columns = (y if floor is None else y + 1) * TILE
+    decay_JK = jnp.exp(ref_YK[..., y, None, :] - sum_NBGCK[..., :columns, :])
+    strip_IJ = jnp.einsum("...IK,...JK->...IJ", rows_YIK[..., y, :, :],
+                          k_NBGCK[..., :columns, :] * decay_JK,
+                          precision=precision)
+    strips.append(jnp.pad(strip_IJ, [(0, 0)] * (len(lead) + 1)
+                          + [(0, chunk - columns)]))
+  strips = jnp.stack(strips, axis=-3)
+  att, mix = (x.reshape(*lead, chunk, chunk)
+              for x in jnp.split(strips, 2, axis=-2))
+  if floor is None:
+    diagonal_att, diagonal_mix = _diagonal(tiled(q_NBGCK), tiled(k_NBGCK),
+                                           sum_YIK)
+    att, mix = att + diagonal_att, mix + diagonal_mix
+  return att, mix
+
+
+def _diagonal(q_YIK, k_YIK, sum_YIK):
+  """Pairs inside a tile by one exponent each, masked before exp."""
+  causal_IJ = jnp.tril(jnp.ones((TILE, TILE), bool))[..., None]
+  gap_YIJK = sum_YIK[..., :, None, :] - sum_YIK[..., None, :, :]
+  causal_IJ = causal_IJ.reshape((1,) * (gap_YIJK.ndim - 3) + causal_IJ.shape)
+  decay_YIJK = jnp.exp(jnp.where(causal_IJ, gap_YIJK, -jnp.inf))
+  key_YIJK = k_YIK[..., None, :, :] * decay_YIJK
+  out = []
+  for x_YIK in (q_YIK, k_YIK):
+    tile_YIJ = jnp.sum(x_YIK[..., :, None, :] * key_YIJK, axis=-1)
+    tiles = tile_YIJ.shape[-3]
+    spread = tile_YIJ[..., None, :] * jnp.eye(
+        tiles, dtype=tile_YIJ.dtype)[:, None, :, None].reshape(
+            (1,) * (tile_YIJ.ndim - 3) + (tiles, 1, tiles, 1))
+    out.append(spread.reshape(*tile_YIJ.shape[:-3], tiles * TILE,
+                              tiles * TILE))
+  return out
+
+
+@jax.custom_vjp
+def unit_lower_inverse(mix_CJ):
+  """Inverts I + mix, mix strictly lower triangular, by block substitution.
+
+  Doubling: from inverses t of diagonal blocks of size n, those of size 2n are
+  t - t low t, low being the blocks below the diagonal. As stable as
+  substitution, unlike a Neumann series, and matmuls only. All sizes up to a
+  tile share one batch of dense tiles.
+
+  Args:
+    mix_CJ: [..., C, C], C a power of two times TILE.
+
+  Returns:
+    (I + mix)^-1, same shape.
+  """
+  lead, chunk = mix_CJ.shape[:-2], mix_CJ.shape[-1]
+  tiles = chunk // TILE
+  blocks = mix_CJ.reshape(*lead, tiles, TILE, tiles, TILE)
+  mix_YIJ = jnp.stack([blocks[..., y, :, y, :] for y in range(tiles)], axis=-3)
+  index = jnp.arange(TILE)
+  inverse = jnp.eye(TILE, dtype=mix_CJ.dtype)
+  inverse = jnp.broadcast_to(inverse, mix_YIJ.shape)
+  size = 1
+  while size < TILE:
+    pair = index // size
+    low_IJ = (pair[:, None] == pair[None] + 1) & (pair[None] % 2 == 0)
+    low_YIJ = jnp.where(low_IJ.reshape((1,) * (mix_YIJ.ndim - 2)
+                                       + low_IJ.shape), mix_YIJ, 0)
+    if size == 1:
+      inverse = inverse - low_YIJ
+    else:
+      inverse = inverse - _sandwich(inverse, low_YIJ, inverse)
+    size *= 2
+  parts = [inverse[..., y, :, :] for y in range(tiles)]
+  while len(parts) > 1:
+    merged = []
+    for i in range(0, len(parts), 2):
+      low = mix_CJ[..., (i + 1) * size:(i + 2) * size,
+                   i * size:(i + 1) * size]
+      corner = -_sandwich(parts[i + 1], low, parts[i])
+      merged.append(jnp.concatenate([
+          jnp.concatenate([parts[i], jnp.zeros_like(corner)], axis=-1),
+          jnp.concatenate([corner, parts[i + 1]], axis=-1)], axis=-2))
+    parts, size = merged, size * 2
+  return parts[0]
+
+
+def _sandwich(a_CJ, b_CJ, c_CJ):
+  return jnp.matmul(jnp.matmul(a_CJ, b_CJ, precision="highest"), c_CJ,
+                    precision="highest")
+
+
+def _inverse_fwd(mix_CJ):
+  inverse_CJ = unit_lower_inverse(mix_CJ)
+  return inverse_CJ, inverse_CJ
+
+
+def _inverse_bwd(inverse_CJ, cotangent_CJ):
+  transposed = jnp.swapaxes(inverse_CJ, -1, -2)
+  return (-jnp.tril(_sandwich(transposed, cotangent_CJ, transposed), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)
+
+
+def _dtype(tokens):
+  return jnp.promote_types(jnp.float32, tokens.q.dtype)
+
+
+def _precision(dtype):
+  """Full float32 for float32 inputs; else what bfloat16 inputs deserve."""
+  return "highest" if dtype in (jnp.float32, jnp.float64) else "high"
+
+
+def _groups(tokens, segment_ids):
+  """Cuts all arrays into groups of chunks; padding neither decays nor writes.
+
+  Returns:
+    tokens: leaves [groups, N, B, C, ...].
+    marks: Marks with leaves [groups, N, B(, C)]; None without documents and
+      without padding.
+  """
+  batch, time = tokens.q.shape[:2]
+  heads = tokens.v.shape[2]
+  chunks = -(-time // CHUNK)
+  size = max(1, min(chunks, GROUP_ROWS // (batch * heads * CHUNK)))
+  groups = -(-chunks // size)
+  size = -(-chunks // groups)
+  shape = (groups, size, batch, CHUNK)
+  grouped = jax.tree.map(lambda x: _group(x, shape), tokens)
+  padding = groups * size * CHUNK - time
+  if segment_ids is None and not padding:
+    return grouped, None
+  if segment_ids is None:
+    segment_ids = jnp.ones((batch, time), jnp.int32)
+  real = segment_ids != 0
+  documents = inputs.documents(segment_ids)
+  documents = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
+  before = jnp.pad(documents, ((0, 0), (1, 0)), mode="edge")[:, :-1]
+  before = _group(before, shape)[..., 0]
+  return grouped, Marks(_group(documents, shape), before, _group(real, shape))
+
+
+def _group(x, shape):
+  """[B, T, ...] -> [groups, N, B, C, ...], zeros after the last token."""
+  groups, size, batch, chunk = shape[:4]
+  padding = groups * size * chunk - x.shape[1]
+  x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+  x = x.reshape(batch, groups, size, chunk, *x.shape[2:])
+  return jnp.moveaxis(x, 0, 2)
+
+
+def _ungroup(x, time):
+  """The inverse of `_group`."""
+  x = jnp.moveaxis(x, 2, 0)
+  x = x.reshape(x.shape[0], -1, *x.shape[4:])
+  return x[:, :time]
