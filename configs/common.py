@@ -85,6 +85,7 @@ def data():
   c = ConfigDict()
   c.path = ""  # folder or glob of UTF-8 text; "": Python's standard library
   c.tokenizer = "byte"  # or a tokenizers JSON file
+  c.validation_fraction = 0.05  # of the documents, chosen by their hash
   c.validation_bytes = 262_144  # of the validation slice
   c.validation_context = 2_048  # tokens in a row of it
   return c

@@ -31,8 +31,12 @@ POSITIVE = (
 FRACTIONS = ("optim.b1", "optim.b2", "optim.momentum")  # [0, 1)
 
 
+class Refusal(ValueError):
+  """What the user can put right: main prints it without a stack."""
+
+
 def check(config, vocab: int = 0, devices: int = 1, processes: int = 1):
-  """Raises one ValueError that lists all that is wrong with a config.
+  """Raises one Refusal that lists all that is wrong with a config.
 
   Args:
     config: the resolved config.
@@ -40,10 +44,12 @@ def check(config, vocab: int = 0, devices: int = 1, processes: int = 1):
     devices: accelerators of all processes.
     processes: how many of them share a step.
   """
-  errors = [*_leaves(config), *_model(config.model, vocab),
-            *_rows(config, devices, processes), *_optim(config)]
+  # A leaf that is wrong alone would only confuse what is said of several.
+  errors = list(_leaves(config)) or [
+      *_model(config.model, vocab), *_rows(config, devices, processes),
+      *_optim(config)]
   if errors:
-    raise ValueError("this config cannot run:\n  " + "\n  ".join(errors))
+    raise Refusal("this config cannot run:\n  " + "\n  ".join(errors))
 
 
 def _leaf(config, name: str):
@@ -63,7 +69,9 @@ def _leaves(config):
       (COUNTS_OR_ZERO, lambda x: x >= 0, "0 or more"),
       (POSITIVE, lambda x: x > 0, "above 0"),
       (FRACTIONS, lambda x: 0 <= x < 1, "from 0 to below 1"),
-      (("optim.final_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1")):
+      (("optim.final_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
+      (("data.validation_fraction",), lambda x: 0 < x < 1,
+       "between 0 and 1")):
     for name in names:
       value = _leaf(config, name)
       if not holds(value):
@@ -115,10 +123,10 @@ def _rows(c, devices: int, processes: int):
              f"{kda_config.CHUNK} tokens; set {name}={fit}")
   for name, value in (("accumulate", c.accumulate), ("devices", devices),
                       ("processes", processes)):
-    if value >= 1 and c.batch % value:
+    if c.batch % value:
       yield (f"batch={c.batch} rows do not split over {value} {name}; set "
              f"batch={-(-c.batch // value) * value}")
-  if c.accumulate >= 1 and not c.batch % c.accumulate:
+  if not c.batch % c.accumulate:
     rows = c.batch // c.accumulate
     if rows % devices:
       yield (f"batch={c.batch} in accumulate={c.accumulate} parts leaves "

@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ultralong_jax import tree
+from ultralong_jax.train.check import Refusal
 
 MODEL = ("params", "router")  # fields of TrainState; the others are `rest`
 SPARE_BYTES = 2**24  # for the record, Orbax's metadata and the file system
@@ -28,8 +29,8 @@ class Checkpoints:
   def __init__(self, workdir, keep: int = 2, read_only: bool = False):
     self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
     if read_only and not self.folder.is_dir():
-      raise FileNotFoundError(f"{self.folder} does not exist: nothing was "
-                              "saved in this run yet")
+      raise Refusal(f"{self.folder} does not exist: nothing was saved in "
+                    "this run yet")
     self._manager = ocp.CheckpointManager(
         self.folder,
         item_handlers={"model": ocp.StandardCheckpointHandler(),
@@ -120,19 +121,23 @@ class Checkpoints:
     saved = self._manager.item_metadata(step)
     for item, shapes in items.items():
       _check_structure(where, saved[item], shapes)
-    restored = self._manager.restore(step, args=ocp.args.Composite(
-        record=ocp.args.JsonRestore(),
-        **{item: ocp.args.StandardRestore(shapes)
-           for item, shapes in items.items()}))
+    try:
+      restored = self._manager.restore(step, args=ocp.args.Composite(
+          record=ocp.args.JsonRestore(),
+          **{item: ocp.args.StandardRestore(shapes)
+             for item, shapes in items.items()}))
+    except Exception as error:  # Orbax raises bare ones
+      reason = str(error).partition("\n")[0][:300]
+      raise Refusal(f"{where} cannot be read: {reason}") from error
     arrays = {k: v for item in items for k, v in restored[item].items()}
     record = restored["record"]
     _, sums = jax.device_get(_verify(arrays))
     damaged = [name for name in sums
                if int(sums[name]) != record["checksums"][name]]
     if damaged:
-      raise ValueError(f"{where} is damaged: {', '.join(damaged[:5])} differ "
-                       "from what was saved; move this folder away to go on "
-                       "from the checkpoint before")
+      raise Refusal(f"{where} is damaged: {', '.join(damaged[:5])} not as it "
+                    "was saved; move this folder away to go on from the "
+                    "checkpoint before")
     return arrays, record
 
   def wait(self):
@@ -145,7 +150,7 @@ class Checkpoints:
 
 
 def _named(values) -> dict:
-  """Flattens to {name: array}; typed keys become their integers."""
+  """Flattens to {name: array}."""
   # "/" would nest, and "." is what Orbax joins with.
   return {name.replace("/", ":"): leaf
           for name, leaf in tree.named_leaves(values).items()}
@@ -181,8 +186,8 @@ def _check_structure(where: str, saved, shapes: dict):
       lines.append(f"{name}: {old.dtype}{list(old.shape)} in the checkpoint, "
                    f"{new.dtype}{list(new.shape)} here")
   if lines:
-    raise ValueError(f"{where} does not fit this config:\n  "
-                     + "\n  ".join(sorted(lines)))
+    raise Refusal(f"{where} does not fit this config:\n  "
+                  + "\n  ".join(sorted(lines)))
 
 
 @jax.jit

@@ -3,8 +3,12 @@ import hashlib
 import json
 import os
 import pathlib
+import sys
+import textwrap
 
 from ml_collections import ConfigDict
+
+from ultralong_jax.train.check import Refusal
 
 # What may differ between two halves of one run: none of it changes what is
 # computed. (data.path may move; the data's own fingerprint is compared.)
@@ -27,7 +31,7 @@ def read_config(workdir) -> ConfigDict:
   """Returns the config that a run was started with, from its JSON alone."""
   path = config_file(workdir)
   if not path.exists():
-    raise FileNotFoundError(
+    raise Refusal(
         f"{path} does not exist: {workdir} is not the folder of a run; start "
         "one with --config and --workdir")
   return ConfigDict(json.loads(path.read_text())).lock()
@@ -54,12 +58,24 @@ def leaves(config, prefix="") -> dict:
   return flat
 
 
-def differences(saved, current, harmless=HARMLESS) -> list[str]:
-  """Returns one line for each leaf that matters and differs."""
-  saved, current = leaves(saved), leaves(current)
+def serious(config) -> dict:
+  """Returns the leaves that decide what is computed."""
+  return {name: value for name, value in leaves(config).items()
+          if not any(name == h or name.startswith(h + ".") for h in HARMLESS)}
+
+
+def differences(saved, current, parts=("",)) -> list[str]:
+  """Returns one line for each leaf that decides and differs.
+
+  Args:
+    saved: the config that is there.
+    current: the config that is wanted.
+    parts: beginnings of the leaves to compare; "" compares all.
+  """
+  saved, current = serious(saved), serious(current)
   lines = []
   for name in saved | current:
-    if any(name == h or name.startswith(h + ".") for h in harmless):
+    if not name.startswith(tuple(parts)):
       continue
     old, new = (repr(c[name]) if name in c else "absent"
                 for c in (saved, current))
@@ -69,9 +85,20 @@ def differences(saved, current, harmless=HARMLESS) -> list[str]:
 
 
 def config_hash(config) -> str:
-  """Returns a hash of the leaves that matter."""
-  kept = [line for line in differences(ConfigDict(), config)]
-  return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()
+  """Returns a hash of the leaves that decide what is computed."""
+  text = json.dumps(serious(config), sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def summary(config) -> str:
+  """Returns the config in a few lines: what differs from the base, or all."""
+  # The config file has imported its base, which is no part of the library.
+  base = sys.modules.get("configs.common")
+  base = leaves(base.get_config()) if base else {}
+  items = [f"{name}={value}" for name, value in leaves(config).items()
+           if name not in base or base[name] != value]
+  return textwrap.fill("config: " + (" ".join(items) or "as in the base"),
+                       80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def adopt(workdir, config, allow_change: bool):
@@ -79,7 +106,7 @@ def adopt(workdir, config, allow_change: bool):
   if config_file(workdir).exists():
     lines = differences(read_config(workdir), config)
     if lines and not allow_change:
-      raise ValueError(
+      raise Refusal(
           f"{workdir} belongs to a run of another config:\n  "
           + "\n  ".join(lines)
           + "\ntake another --workdir, or go on in this one with "

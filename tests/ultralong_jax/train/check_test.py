@@ -1,0 +1,65 @@
+import pytest
+
+from configs import common
+from ultralong_jax.train import check
+
+
+def config(**leaves):
+  c = common.get_config()
+  c.update_from_flattened_dict(leaves)
+  return c
+
+
+@pytest.mark.parametrize("leaves, says", [
+    ({"model.pattern": "ddx"}, r"pattern=\"ddx\".*\['x'\] are not"),
+    ({"model.pattern": ""}, "model.pattern"),
+    ({"model.pattern": "dddmd"}, "longer than model.layers=4"),
+    ({"model.width": 250}, "width=250.*heads=4; set model.width=252"),
+    ({"model.latent_heads": 3}, "latent_heads=3; set model.width=258"),
+    ({"model.floor": -9.0}, "model.floor: .*float32"),
+    ({"model.floor": 0.0}, "model.floor: "),
+    ({"model.vocab": 256}, "below the tokenizer's 272 ids"),
+    ({"model.experts_per_token": 8}, "below model.experts=8"),
+    ({"model.experts_per_token": 0}, "experts_per_token=0"),
+    ({"model.experts": 1}, "model.experts=1"),
+    ({"model.dense_layers": 5}, "dense_layers=5 exceeds"),
+    ({"model.glu": "relu"}, 'glu="relu": choose from situ, swiglu'),
+    ({"model.dtype": "float16"}, 'dtype="float16": choose'),
+    ({"model.remat": "full"}, "model.remat"),
+    ({"model.depth": "dense"}, "model.depth"),
+    ({"model.heads": 0}, "model.heads=0: has to be at least 1"),
+    ({"model.query_rank": -1}, "query_rank=-1: has to be 0 or more"),
+    ({"balance": "loss"}, "balance="),
+    ({"context": 500}, "context=500.*64 tokens; set context=512"),
+    ({"data.validation_context": 100}, "set data.validation_context=128"),
+    ({"data.validation_bytes": 64}, "fill no row"),
+    ({"data.validation_fraction": 1.0}, "between 0 and 1"),
+    ({"batch": 6}, "batch=6 rows do not split over 4 devices; set batch=8"),
+    ({"accumulate": 3}, "batch=8 rows do not split over 3 accumulate"),
+    ({"accumulate": 4}, "leaves 2 rows for 4 devices; set batch=16"),
+    ({"steps": 0}, "steps=0: has to be at least 1"),
+    ({"optim.name": "sgd"}, "optim.name"),
+    ({"optim.schedule": "linear"}, 'schedule="linear": choose from cosine'),
+    ({"optim.schedule": "wsd"}, "decay_steps=0.*try 200"),
+    ({"optim.schedule": "wsd", "optim.decay_steps": 990}, "exceed steps=1000"),
+    ({"optim.warmup_steps": 1000}, "leaves none of steps=1000"),
+    ({"optim.lr": 0.0}, "optim.lr=0.0: has to be above 0"),
+    ({"optim.b2": 1.0}, "optim.b2=1.0"),
+    ({"optim.final_fraction": 2.0}, "from 0 to 1"),
+])
+def test_error_names_field_value_and_fix(leaves, says):
+  with pytest.raises(check.Refusal, match=says):
+    check.check(config(**{"batch": 8, **leaves}), vocab=272, devices=4,
+                processes=2)
+
+
+def test_all_errors_are_said_at_once():
+  with pytest.raises(check.Refusal) as refusal:
+    check.check(config(**{"context": 3, "model.width": 9, "steps": 10}))
+  for name in ("context=3", "model.width=9", "optim.warmup_steps=20"):
+    assert name in str(refusal.value)
+
+
+def test_dense_model_needs_no_experts():
+  check.check(config(**{"model.dense_layers": 4, "model.experts": 0,
+                        "model.experts_per_token": 0}))

@@ -1,0 +1,65 @@
+import json
+
+import pytest
+
+from configs import common
+from ultralong_jax.train import check
+from ultralong_jax.train import workdir
+
+
+def test_config_comes_back_from_json(tmp_path):
+  config = common.get_config()
+  config.optim.lr = 0.1 + 0.2
+  workdir.write_config(tmp_path / "run", config)
+  back = workdir.read_config(tmp_path / "run")
+  assert back.to_dict() == config.to_dict()
+  assert workdir.config_hash(back) == workdir.config_hash(config)
+  assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_folder_of_no_run_is_said(tmp_path):
+  with pytest.raises(check.Refusal, match="not the folder of a run"):
+    workdir.read_config(tmp_path)
+
+
+def test_other_config_is_refused_by_its_leaves(tmp_path):
+  config = common.get_config()
+  workdir.adopt(tmp_path, config, allow_change=False)
+  other = common.get_config()
+  other.model.heads, other.seed, other.log.every_steps = 8, 1, 99
+  with pytest.raises(check.Refusal) as refusal:
+    workdir.adopt(tmp_path, other, allow_change=False)
+  text = str(refusal.value)
+  assert "model.heads: 4 there, 8 here" in text
+  assert "seed: 0 there, 1 here" in text
+  assert "log.every_steps" not in text
+  assert "--allow_config_change" in text
+  assert workdir.read_config(tmp_path).model.heads == 4
+  workdir.adopt(tmp_path, other, allow_change=True)
+  assert workdir.read_config(tmp_path).model.heads == 8
+
+
+def test_harmless_leaves_may_change(tmp_path):
+  config = common.get_config()
+  workdir.adopt(tmp_path, config, allow_change=False)
+  config.log.every_steps, config.checkpoint.keep = 1, 7
+  config.evaluate.every_steps, config.model.remat = 3, "layer"
+  workdir.adopt(tmp_path, config, allow_change=False)
+  assert workdir.read_config(tmp_path).checkpoint.keep == 7
+
+
+def test_config_of_another_version_is_refused(tmp_path):
+  config = common.get_config()
+  workdir.write_config(tmp_path, config)
+  saved = json.loads(workdir.config_file(tmp_path).read_text())
+  del saved["model"]["glu"]
+  workdir.config_file(tmp_path).write_text(json.dumps(saved))
+  with pytest.raises(check.Refusal, match="model.glu: absent there, 'situ'"):
+    workdir.adopt(tmp_path, config, allow_change=False)
+
+
+def test_summary_shows_what_differs_from_the_base():
+  config = common.get_config()
+  assert workdir.summary(config) == "config: as in the base"
+  config.model.layers = 5
+  assert workdir.summary(config) == "config: model.layers=5"

@@ -1,0 +1,63 @@
+"""Floating-point operations of the model, and what a device could do.
+
+Counts what the mathematics needs, whatever the implementation recomputes, so
+that figures of two implementations can be compared.
+"""
+import math
+
+from ultralong_jax import tree
+
+# bfloat16 matmul rate of one device, operations a second, dense, as its maker
+# states it. The key is jax.Device.device_kind.
+PEAK = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def train_per_token(model, params, context: int) -> float:
+  """Returns operations of a forward and a backward pass, per token.
+
+  Args:
+    model: Hybrid, for the sizes that no parameter shows.
+    params: the tree of parameters; shapes are enough.
+    context: tokens in a row; causal attention reads half of it on average.
+  """
+  letters = (model.pattern * model.layers)[:model.layers]
+  # A delta layer decays, reads, writes and reads again a K x V state a head.
+  delta = 6 * model.heads * model.key_width * model.value_width
+  latent_width = (model.latent_key_width + model.latent_shared_width
+                  + model.latent_value_width)
+  latent = 2 * model.latent_heads * latent_width * context / 2
+  forward = (2 * active(params, model.experts, model.experts_per_token)
+             + letters.count("d") * delta + letters.count("m") * latent)
+  return 3 * forward  # the backward pass multiplies twice
+
+
+def active(params, experts: int, experts_per_token: int) -> int:
+  """Returns how many parameters one token is multiplied with.
+
+  The embedding is a lookup. Of a leaf whose shape suffix begins with E, the
+  experts, a token meets a few.
+  """
+  total = 0
+  for name, leaf in tree.named_leaves(params).items():
+    suffix = name.rpartition("_")[2]
+    if name == "w_embed_WD":
+      continue
+    if suffix.startswith("E") and len(suffix) > 2:
+      total += math.prod(leaf.shape) * experts_per_token // experts
+    else:
+      total += math.prod(leaf.shape)
+  return total
+
+
+def peak(device) -> float | None:
+  """Returns the device's bfloat16 rate, or None where it is not known."""
+  return PEAK.get(device.device_kind)
