@@ -1,0 +1,79 @@
+"""A trained model from its folder: what `ultralong_jax.load` returns."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ultralong_jax.data import tokenizer as tokenizer_lib
+from ultralong_jax.models import hybrid
+from ultralong_jax.serve import decode
+from ultralong_jax.train import validate
+from ultralong_jax.train import workdir as workdir_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+  """A trained model, ready to be asked.
+
+  Attributes:
+    config: the run's config, every leaf.
+    params: parameters of the newest checkpoint.
+    router: thresholds of its experts; empty without experts.
+    tokenizer: text to ids and back.
+    model: Hybrid; `model.apply(m.variables, tokens_BT)`.
+    step: of the checkpoint.
+  """
+  config: Any
+  params: Any
+  router: Any
+  tokenizer: tokenizer_lib.Tokenizer
+  model: hybrid.Hybrid
+  step: int
+
+  @property
+  def variables(self) -> dict:
+    """Collections as `model.apply` takes them."""
+    return {"params": self.params, "router": self.router}
+
+  def logits(self, tokens_BT):
+    """Returns logits [B, T, W], float32; each row is one document."""
+    tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
+    if tokens_BT.ndim != 2:
+      raise ValueError(f"tokens must be [B, T], not {tokens_BT.shape}; one "
+                       "document is tokens[None]")
+    return _logits(self.model, self.variables, tokens_BT)
+
+  def generate(self, prompt: str, max_new_tokens: int = 64,
+               temperature: float = 0., seed: int = 0) -> str:
+    """Returns what follows `prompt`, as text, without the prompt.
+
+    Args:
+      prompt: beginning of a document; may be empty.
+      max_new_tokens: most tokens that are added; ends early at a document's
+        end.
+      temperature: of sampling; 0 takes the likeliest token.
+      seed: of sampling.
+    """
+    ids = [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
+    new, = decode.generate(
+        self.model, self.variables, [ids], max_new_tokens, temperature,
+        jax.random.key(seed), eos=self.tokenizer.eos)
+    return self.tokenizer.decode(new)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model, variables, tokens_BT):
+  return model.apply(variables, tokens_BT, None, None, None)[0]
+
+
+def load(workdir) -> Loaded:
+  """See `ultralong_jax.load`."""
+  config = workdir_lib.read_config(workdir)
+  tokenizer = tokenizer_lib.load(config.data.tokenizer)
+  model = hybrid.Hybrid(**config.model)
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  step, params, router = validate.restore_model(model, workdir, device)
+  return Loaded(config, params, router, tokenizer, model, step)

@@ -1,0 +1,45 @@
+"""What a run carries from step to step."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class TrainState:
+  """Everything that a checkpoint has to bring back.
+
+  Attributes:
+    params: trained parameters, float32.
+    opt_state: the optimizer's.
+    router: thresholds of the experts; moved by balancing, not by gradients.
+      Empty for a model without experts.
+    step: int32, batches taken in, skipped ones included.
+    rng: key of the run; the step folds `step` into it where it draws.
+  """
+  params: Any
+  opt_state: Any
+  router: Any
+  step: jax.Array
+  rng: jax.Array
+
+
+def create(variables, optimizer, rng) -> TrainState:
+  """Returns the state before the first step.
+
+  Args:
+    variables: of `model.init`; collections params and, with experts, router.
+    optimizer: of `optim.make`.
+    rng: a typed key.
+  """
+  unknown = set(variables) - {"params", "router"}
+  if unknown:
+    raise ValueError(f"collections {sorted(unknown)} have no place in "
+                     "TrainState")
+  return TrainState(
+      params=variables["params"],
+      opt_state=optimizer.init(variables["params"]),
+      router=variables["router"] if "router" in variables else {},
+      step=jnp.zeros((), jnp.int32), rng=rng)
