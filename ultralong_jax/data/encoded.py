@@ -2,6 +2,7 @@
 
 import tempfile
 
+from absl import logging
 import numpy as np
 
 # Texts are encoded in parts of this size, which bounds the memory it takes.
@@ -57,23 +58,34 @@ def _encode(documents, tokenizer):
   """
   dtype = np.uint16 if tokenizer.vocab <= 2**16 else np.uint32
   offsets = np.zeros(len(documents) + 1, np.int64)
-  file = tempfile.TemporaryFile()
-  for document in range(len(documents)):
-    size, start = int(documents.sizes[document]), 0
-    offsets[document + 1] = offsets[document]
-    while start < size:
-      stop = documents.border(document, start + PART_BYTES)
-      ids = tokenizer.encode_array(documents.read(document, start, stop))
-      length = int(tokenizer.byte_lengths[ids].sum())
-      if length != stop - start:
-        raise ValueError(
-            f"the tokenizer gives {length} bytes of the {stop - start} bytes "
-            f"of {documents.names[document]!r} back, so bits per byte could "
-            "not be exact; it must not normalise, add or drop text")
-      file.write(ids.astype(dtype).tobytes())
-      offsets[document + 1] += len(ids)
-      start = stop
-  file.flush()
-  if not offsets[-1]:
-    return np.zeros(0, dtype), offsets
-  return np.memmap(file, dtype, "r", shape=(int(offsets[-1]),)), offsets
+  logging.info("encoding %d bytes", documents.bytes)
+  with tempfile.TemporaryFile() as file:
+    for document in range(len(documents)):
+      ids = [_encode_part(documents, document, *part, tokenizer)
+             for part in _parts(documents, document)]
+      offsets[document + 1] = offsets[document] + sum(map(len, ids))
+      file.writelines(part.astype(dtype).tobytes() for part in ids)
+    file.flush()
+    # The mapping outlives the open file.
+    return np.memmap(file, dtype, "r", shape=(int(offsets[-1]),)), offsets
+
+
+def _parts(documents, document):
+  """Yields where the parts of a document begin and end."""
+  start, size = 0, int(documents.sizes[document])
+  while start < size:
+    stop = documents.border(document, start + PART_BYTES)
+    yield start, stop
+    start = stop
+
+
+def _encode_part(documents, document, start, stop, tokenizer):
+  """Returns the ids of one part; raises unless they stand for its bytes."""
+  text = documents.read(document, start, stop)
+  ids = tokenizer.encode_array(text)
+  if tokenizer.decode_bytes(ids) != text:
+    raise ValueError(
+        f"the tokenizer does not give {documents.names[document]!r} back as "
+        "it was, so bits per byte could not be exact; it must not normalise, "
+        "add or drop text")
+  return ids

@@ -37,7 +37,8 @@ def open_data(config, tokenizer, *, context, batch, seed, split="train"):
   if split == "train":
     return Data(train, tokenizer, context=context, batch=batch, seed=seed,
                 endless=True)
-  validation = validation.first(config.validation_bytes)
+  validation = sources.sample(validation, config.validation_bytes,
+                              config.validation_context)
   if not len(validation):
     raise ValueError(
         "nothing to validate on: data.validation_fraction="
@@ -125,13 +126,14 @@ class Data:
         grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)))
 
   def row(self, index):
-    """Returns the global row `index` as arrays [T] (see CONTRACT below).
+    """Returns the global row `index` as a dict of arrays [T].
 
-    tokens, targets: int32; the target is the next token of the document,
-      also where the row cuts it.
-    segment_ids: int32; 1, 2, ... for the documents of a row, 0 for padding.
-    positions: int32; place in the piece of a document that the row holds.
-    weights: float32; 1, or 0 for padding.
+    Returns:
+      tokens: int32.
+      targets: int32; the next token of the document, also where it is cut.
+      segment_ids: int32; 1, 2, ... for the pieces in a row, 0 for padding.
+      positions: int32; place in the piece.
+      weights: float32; 1, or 0 for padding.
     """
     row = self._padding()
     if self._endless:

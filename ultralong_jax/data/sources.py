@@ -78,7 +78,8 @@ class Documents:
       if _stamp(os.fstat(file.fileno())) != tuple(self.stamps[document]):
         raise RuntimeError(f"{path} was changed while it was in use; the run "
                            "can be resumed only with the file as it was")
-      return os.pread(file.fileno(), stop - start, begin + start)
+      file.seek(begin + start)
+      return file.read(stop - start)
 
   def select(self, documents):
     """Returns the documents of these indices, in their order."""
@@ -91,16 +92,20 @@ class Documents:
 
   def first(self, limit):
     """Returns the first `limit` bytes, the last document cut if need be."""
-    ends = np.cumsum(self.sizes)
-    count = int(np.searchsorted(ends, limit))
-    if count >= len(self):
-      return self
-    before = int(ends[count - 1]) if count else 0
-    stop = self.border(count, limit - before)
-    part = self.select(range(count + 1 if stop else count))
-    if stop:
-      part.sizes[-1] = stop
-    return part
+    before = np.cumsum(self.sizes) - self.sizes
+    return self.heads(np.maximum(limit - before, 0))
+
+  def heads(self, limits):
+    """Returns the beginnings of documents, cut at borders of characters.
+
+    Args:
+      limits: most bytes of each; documents of which nothing is left go.
+    """
+    sizes = np.minimum(self.sizes, limits)
+    for document in np.flatnonzero(sizes < self.sizes):
+      sizes[document] = self.border(document, int(sizes[document]))
+    kept = np.flatnonzero(sizes)
+    return dataclasses.replace(self.select(kept), sizes=sizes[kept])
 
   def border(self, document, position):
     """Returns the last border of characters at or before `position`."""
@@ -116,8 +121,8 @@ class Documents:
 def open_documents(path):
   """Returns all documents of a place, sorted by relative path.
 
-  Files that are empty, are not UTF-8, cannot be read or repeat an earlier one
-  byte for byte are skipped and counted, as is what is no regular file.
+  Files that are empty, are not UTF-8, cannot be read, are being written or
+  repeat an earlier one byte for byte are skipped and counted.
 
   Args:
     path: "" for the sources of Python's standard library; or a folder, read
@@ -187,11 +192,34 @@ def split(documents, fraction):
     return documents, documents.select([])
   if len(documents) == 1:
     return _halves(documents, fraction)
-  rank = np.frombuffer(documents.hashes[:, :8].tobytes(), ">u8") / 2.0**64
-  order = np.lexsort((documents.hashes[:, 7], rank))
-  count = np.clip((rank < fraction).sum(), 1, len(documents) - 1)
+  rank = np.frombuffer(documents.hashes[:, :8].tobytes(), ">u8")
+  order = np.argsort(rank.astype(np.uint64), kind="stable")
+  count = np.clip((rank / 2.0**64 < fraction).sum(), 1, len(documents) - 1)
   return (documents.select(np.sort(order[count:])),
           documents.select(order[:count]))
+
+
+def sample(documents, limit, least):
+  """Returns `limit` bytes that come from as many documents as they can.
+
+  Every document gives its beginning, all up to the same length. The first
+  documents alone would not do: one file of Python's library is longer than
+  all others that fall to validation with it.
+
+  Args:
+    documents: what to take from.
+    limit: bytes altogether.
+    least: the common length is at least this, even if not every document has
+      its turn then.
+  """
+  sizes = np.sort(documents.sizes)
+  before = np.cumsum(sizes) - sizes
+  left = len(sizes) - np.arange(len(sizes))  # documents as long or longer
+  at = np.searchsorted(before + sizes * left, limit)
+  if at == len(sizes):
+    return documents
+  length = -((before[at] - limit) // left[at])  # rounded up
+  return documents.heads(max(length, least)).first(limit)
 
 
 def _halves(documents, fraction):
@@ -235,16 +263,18 @@ def _scan(root, stamped, lost):
   columns, seen, total = [], set(), 0
   for name, size, modified in stamped:
     try:
-      digest, content = _read(os.path.join(root, name),
-                              size <= HELD_BYTES - total)
+      digest, length, content = _read(os.path.join(root, name),
+                                      size <= HELD_BYTES - total)
     except UnicodeDecodeError:
       skipped["undecodable"] += 1
       continue
     except OSError:
       skipped["unreadable"] += 1
       continue
-    if size == 0 or digest in seen:
-      skipped["copies" if size else "empty"] += 1
+    reason = ("changing" if length != size else "empty" if not size else
+              "copies" if digest in seen else None)
+    if reason:
+      skipped[reason] += 1
       continue
     seen.add(digest)
     total += len(content or b"")
@@ -261,9 +291,9 @@ def _scan(root, stamped, lost):
 
 
 def _read(path, hold):
-  """Returns the hash of a text file and, if `hold`, its contents."""
+  """Returns hash and length of a text file and, if `hold`, its contents."""
   decoder = codecs.getincrementaldecoder("utf-8")()
-  digest, chunks = hashlib.sha256(), []
+  digest, length, chunks = hashlib.sha256(), 0, []
   # A pipe would block for ever, so nothing but a regular file is opened.
   if not stat.S_ISREG(os.stat(path).st_mode):
     raise OSError(f"{path} is not a regular file")
@@ -271,10 +301,11 @@ def _read(path, hold):
     while chunk := file.read(READ_BYTES):
       decoder.decode(chunk)
       digest.update(chunk)
+      length += len(chunk)
       if hold:
         chunks.append(chunk)
   decoder.decode(b"", final=True)
-  return digest.digest(), b"".join(chunks) if hold else None
+  return digest.digest(), length, b"".join(chunks) if hold else None
 
 
 def _stamp(status):

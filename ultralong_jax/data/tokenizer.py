@@ -35,15 +35,18 @@ class Tokenizer:
       fingerprint: str.
       bytewise: whether id b stands for byte b.
     """
-    self._pieces = list(pieces)
     self._encode = encode
     self.bytewise = bytewise
     self.fingerprint = fingerprint
-    trained = len(self._pieces)
+    trained = len(pieces)
     self.bos, self.eos, self.pad = range(trained, trained + len(SPECIALS))
     self.vocab = _round_up(trained + len(SPECIALS), VOCAB_MULTIPLE)
-    self._pieces += [b""] * (self.vocab - trained)
-    self.byte_lengths = np.array([len(p) for p in self._pieces], np.int32)
+    self.byte_lengths = np.zeros(self.vocab, np.int32)
+    self.byte_lengths[:trained] = [len(piece) for piece in pieces]
+    # The bytes of all ids, end to end, and where those of an id begin.
+    self._bytes = np.frombuffer(b"".join(pieces), np.uint8)
+    self._begins = np.cumsum(self.byte_lengths, dtype=np.int64)
+    self._begins -= self.byte_lengths
 
   def encode(self, text):
     """Returns the ids of `text` (str or UTF-8 bytes) without specials.
@@ -64,11 +67,15 @@ class Tokenizer:
 
   def decode_bytes(self, ids):
     """Returns the bytes of `ids`; specials and unused ids have none."""
-    ids = [int(i) for i in ids]
-    wrong = [i for i in ids if not 0 <= i < self.vocab]
-    if wrong:
+    ids = np.asarray(ids, np.int64).reshape(-1)
+    wrong = ids[(ids < 0) | (ids >= self.vocab)]
+    if len(wrong):
       raise ValueError(f"token id {wrong[0]} is not in [0, {self.vocab})")
-    return b"".join(self._pieces[i] for i in ids)
+    lengths = self.byte_lengths[ids]
+    # Byte b of the result is byte b - (bytes of earlier ids) of its own id.
+    shift = self._begins[ids] - (np.cumsum(lengths) - lengths)
+    return self._bytes[np.repeat(shift, lengths)
+                       + np.arange(lengths.sum())].tobytes()
 
   def decode(self, ids):
     """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -116,12 +123,15 @@ def bpe_tokenizer(path):
   except Exception as error:  # The package raises bare Exception.
     raise ValueError(
         f"data.tokenizer={path!r} is not a tokenizer.json: {error}") from error
-  _check_exact(json.loads(text), path)
+  spec = json.loads(text)
+  _check_exact(spec, path)
   # Text such as "<|endoftext|>" in a document stays text.
   trained.encode_special_tokens = True
   trained.no_truncation()
   trained.no_padding()
-  digest = hashlib.sha256(trained.to_str().encode("utf-8")).hexdigest()
+  # Of the meaning, not of the file: another layout is the same tokenizer.
+  digest = hashlib.sha256(
+      json.dumps(spec, sort_keys=True).encode("utf-8")).hexdigest()
   return Tokenizer(
       _pieces(trained),
       lambda text: trained.encode(text, add_special_tokens=False).ids,
