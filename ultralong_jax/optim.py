@@ -15,7 +15,7 @@ from ultralong_jax import tree
 VECTORS = (
     (r"w_embed_WD|w_unembed_DW", True),  # rows are tokens: no spectral norm
     (r"w_router_\w+", True),  # scores are read one by one (top-k)
-    (r"scale(_\w+)?_[A-Z]+", False),  # norms
+    (r"(\w+_)?scale(_\w+)?_[A-Z]+", False),  # norms
     (r"a_log_[A-Z]+|dt_bias_[A-Z]+|(\w+_)?bias_[A-Z]+", False),  # gates
     (r"conv(_\w+)?_[A-Z]+", False),  # depthwise: not a matrix product
     (r"query(_\w+)?_[A-Z]+", False),  # depth residuals start at zero
