@@ -1,0 +1,179 @@
+"""Latent attention: no split and no form of it changes the result."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ultralong_jax.layers import latent_attention
+
+WIDTH, TOKENS, CAPACITY = 16, 24, 27
+# Rows with a document border, with ragged padding, and with padding alone.
+DOCUMENTS = [[1] * 8 + [2] * 16, [1] * 3 + [2] * 5 + [4] * 9 + [0] * 7,
+             [0] * 24]
+FORMS = [dict(), dict(query_rank=5), dict(gate=False)]
+
+
+def make(**form):
+  """A layer, parameters large enough to matter, inputs and documents."""
+  layer = latent_attention.LatentAttention(
+      heads=3, key_width=8, shared_width=4, value_width=6, rank=10, **form)
+  x_BTD = jax.random.normal(jax.random.key(0), (3, TOKENS, WIDTH))
+  documents_BT = jnp.asarray(DOCUMENTS, jnp.int32)
+  variables = layer.init(
+      jax.random.key(1), x_BTD, documents_BT, None, None, None)
+  variables = jax.tree.map(lambda w: 20 * w if w.ndim > 1 else 1.5 * w,
+                           variables)
+  return layer, variables, x_BTD, documents_BT
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(layer, variables, x_BTD, documents_BT, state=None):
+  return layer.apply(variables, x_BTD, documents_BT, None, None, state)
+
+
+def empty(batch=3, capacity=CAPACITY):
+  return latent_attention.empty_latent_state(batch, capacity, 10, 4,
+                                             jnp.float32)
+
+
+def by_hand(layer, variables, x_BTD, documents_BT):
+  """The layer written out for one row, in float64, token by token."""
+  w = jax.tree.map(lambda a: np.asarray(a, np.float64), variables["params"])
+  x_BTD, documents_BT = np.asarray(x_BTD, np.float64), np.asarray(documents_BT)
+
+  def normed(x, scale):
+    return scale * x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+  y_BTD = np.zeros_like(x_BTD)
+  for b, t in zip(*np.nonzero(documents_BT)):
+    seen = np.nonzero(documents_BT[b, :t + 1] == documents_BT[b, t])[0]
+    x_D, x_SD = x_BTD[b, t], x_BTD[b, seen]
+    latent_SR = normed(x_SD @ w["w_down_DR"], w["latent_scale_R"])
+    if layer.query_rank:
+      q_Q = normed(x_D @ w["w_q_down_DQ"], w["query_scale_Q"])
+      q_HK = np.tensordot(q_Q, w["w_q_up_QHK"], 1)
+    else:
+      q_HK = np.tensordot(x_D, w["w_q_DHK"], 1)
+    o_HV = np.zeros((3, 6))
+    for h in range(3):
+      k_SK = np.concatenate([latent_SR @ w["w_k_up_RHK"][:, h],
+                             x_SD @ w["w_shared_DU"]], -1)
+      p_S = np.exp(k_SK @ q_HK[h] / np.sqrt(12))
+      o_HV[h] = p_S @ (latent_SR @ w["w_v_up_RHV"][:, h]) / p_S.sum()
+    if layer.gate:
+      o_HV /= 1 + np.exp(-np.tensordot(x_D, w["w_gate_DHV"], 1))
+    y_BTD[b, t] = np.tensordot(o_HV, w["w_out_HVD"], 2)
+  return y_BTD
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_equals_the_formula(form):
+  layer, variables, x_BTD, documents_BT = make(**form)
+  y_BTD, state = apply(layer, variables, x_BTD, documents_BT)
+  assert state is None
+  np.testing.assert_allclose(
+      y_BTD, by_hand(layer, variables, x_BTD, documents_BT), atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [
+    [24], [8, 16], [5, 12, 7], [20] + [1] * 4, [1] * 24], ids=str)
+def test_no_split_changes_the_result(sizes):
+  """One at a document's border, one token by token (absorbed) included."""
+  layer, variables, x_BTD, documents_BT = make()
+  y_BTD, _ = apply(layer, variables, x_BTD, documents_BT)
+  parts, state, begin = [], empty(), 0
+  for size in sizes:
+    part = slice(begin, begin + size)
+    begin += size
+    y, state = apply(layer, variables, x_BTD[:, part], documents_BT[:, part],
+                     state)
+    parts.append(y)
+  np.testing.assert_allclose(jnp.concatenate(parts, 1), y_BTD, atol=1e-5)
+  whole = apply(layer, variables, x_BTD, documents_BT, empty())[1]
+  np.testing.assert_array_equal(state.length_B, [24, 17, 0])
+  for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(whole)):
+    np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_rows_may_hold_different_lengths():
+  """Ragged rows: each goes on at its own place."""
+  layer, variables, x_BTD, documents_BT = make()
+  y_BTD, _ = apply(layer, variables, x_BTD, documents_BT)
+  ragged_BT = documents_BT.at[0, 12:].set(0)
+  _, state = apply(layer, variables, x_BTD, ragged_BT, empty())
+  np.testing.assert_array_equal(state.length_B, [12, 17, 0])
+  late_BT = documents_BT[:, 12:].at[1:].set(0)
+  y_late_BTD, state = apply(layer, variables, x_BTD[:, 12:], late_BT, state)
+  np.testing.assert_allclose(y_late_BTD[0], y_BTD[0, 12:], atol=1e-5)
+  np.testing.assert_array_equal(state.length_B, [24, 17, 0])
+
+
+def test_absorbed_equals_expanded():
+  layer, variables, x_BTD, documents_BT = make()
+  _, state = apply(layer, variables, x_BTD, documents_BT, empty())
+  w = variables["params"]
+  rng = jax.random.key(3)
+  q_BTHK = jax.random.normal(rng, (3, 5, 3, 12))
+  index_BT = jnp.asarray([[3, 7, 8, 9, 23], [0, 3, 7, 12, 16], [0] * 5])
+  query = (q_BTHK, jnp.take_along_axis(documents_BT, index_BT, 1), index_BT,
+           state, w["w_k_up_RHK"], w["w_v_up_RHV"], 12 ** -0.5)
+  absorbed_BTHV = latent_attention.absorbed(*query)
+  assert jnp.abs(absorbed_BTHV).max() > 0.1
+  np.testing.assert_allclose(
+      absorbed_BTHV, latent_attention.expanded(*query), atol=1e-5)
+
+
+def test_padding_and_overflow_write_nothing():
+  layer, variables, x_BTD, documents_BT = make()
+  _, state = apply(layer, variables, x_BTD, documents_BT, empty())
+  assert not np.asarray(state.latent_BSR)[1, 17:].any()
+  _, after = apply(layer, variables, x_BTD, jnp.zeros_like(documents_BT), state)
+  jax.tree.map(np.testing.assert_array_equal, after, state)
+  _, after = apply(layer, variables, x_BTD, documents_BT + 4 * (
+      documents_BT > 0), state)
+  np.testing.assert_array_equal(after.documents_BS[0, -3:], [5] * 3)
+  np.testing.assert_array_equal(after.length_B, [48, 34, 0])
+
+
+def test_gradients_do_not_depend_on_the_form():
+  """Also through the state, whose keys are expanded block by block."""
+  layer, variables, x_BTD, documents_BT = make()
+  def gradients(state):
+    def loss(variables, x_BTD):
+      y_BTD, _ = apply(layer, variables, x_BTD, documents_BT, state)
+      return jnp.sum(y_BTD * jax.random.normal(jax.random.key(5), y_BTD.shape))
+    return jax.grad(loss, argnums=(0, 1))(variables, x_BTD)
+  for one, other in zip(jax.tree.leaves(gradients(None)),
+                        jax.tree.leaves(gradients(empty()))):
+    np.testing.assert_allclose(one, other, atol=2e-5 * jnp.abs(one).max())
+    assert jnp.abs(one).max() > 0
+
+
+def test_bfloat16_computes_in_bfloat16():
+  layer, variables, x_BTD, documents_BT = make()
+  want_BTD, _ = apply(layer, variables, x_BTD, documents_BT)
+  y_BTD, _ = apply(layer, variables, x_BTD.astype(jnp.bfloat16), documents_BT)
+  assert y_BTD.dtype == jnp.bfloat16
+  # Six roundings of 2^-9 on the way, logits of a few units among them.
+  error = jnp.sqrt(jnp.mean((y_BTD - want_BTD) ** 2) / jnp.mean(want_BTD ** 2))
+  assert error < 2e-2
+
+
+def test_a_decode_step_never_expands_keys():
+  """Its temporaries are far from capacity x heads x (K + V)."""
+  layer = latent_attention.LatentAttention(
+      heads=16, key_width=64, shared_width=16, value_width=64, rank=32)
+  shapes = jax.eval_shape(lambda: (
+      jnp.zeros((1, 1, 64)), jnp.ones((1, 1), jnp.int32),
+      latent_attention.empty_latent_state(1, 65_536, 32, 16, jnp.float32)))
+  x_BTD, documents_BT, state = shapes
+  variables = jax.eval_shape(
+      lambda *args: layer.init(jax.random.key(0), *args, None, None, None),
+      x_BTD, documents_BT)
+  step = jax.jit(lambda *args: layer.apply(*args[:3], None, None, args[3]),
+                 donate_argnums=3)
+  memory = step.lower(variables, x_BTD, documents_BT,
+                      state).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 4 * 65_536 * 16 * (64 + 64) / 50

@@ -1,0 +1,198 @@
+"""Gated multi-head latent attention: keys and values from one narrow latent.
+
+A token leaves behind `rank` latent channels and `shared_width` key channels,
+whatever the number of heads; keys and values are made from them when needed.
+"""
+import flax
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from ultralong_jax.layers import attention
+from ultralong_jax.layers import norm
+
+
+@flax.struct.dataclass
+class LatentState:
+  """What the tokens so far left behind, in buffers of fixed capacity S.
+
+  Attributes:
+    latent_BSR: normalised latents.
+    key_BSU: the key channels that all heads share.
+    documents_BS: each entry's document; 0 where nothing is written yet.
+    length_B: entries written.
+  """
+  latent_BSR: jax.Array
+  key_BSU: jax.Array
+  documents_BS: jax.Array
+  length_B: jax.Array
+
+
+def empty_latent_state(batch, capacity, rank, shared, dtype):
+  """A state before the first token, with room for `capacity` tokens a row."""
+  return LatentState(
+      latent_BSR=jnp.zeros((batch, capacity, rank), dtype),
+      key_BSU=jnp.zeros((batch, capacity, shared), dtype),
+      documents_BS=jnp.zeros((batch, capacity), jnp.int32),
+      length_B=jnp.zeros(batch, jnp.int32))
+
+
+class LatentAttention(nn.Module):
+  """Causal attention inside documents, without positions, gated at the output.
+
+    c_t = norm(W_down x_t);  k_t = [W_uk c_t, W_shared x_t];  v_t = W_uv c_t
+    y_t = W_out (sigmoid(W_gate x_t) * attention(W_q x, k, v)_t)
+
+  Attributes:
+    heads: heads of queries, keys and values.
+    key_width: channels of a head's own key.
+    shared_width: channels of the key that all heads share (not normalised).
+    value_width: channels of a head's value.
+    rank: channels of the latent.
+    query_rank: channels of the queries' latent; 0 for none.
+    gate: whether the output is gated.
+    epsilon: of the norms on latents.
+    implementation: of the attention over whole sequences; see `attention`.
+  """
+  heads: int
+  key_width: int
+  shared_width: int
+  value_width: int
+  rank: int
+  query_rank: int = 0
+  gate: bool = True
+  epsilon: float = 1e-6
+  implementation: str = ""
+
+  @nn.compact
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
+    """Mixes tokens of the same document.
+
+    Args:
+      x_BTD: normed inputs.
+      documents_BT: ordinals, strictly increasing along a row, also past what
+        `state` holds; 0 is trailing padding, which changes nothing.
+      positions_BT: not looked at.
+      continues_B: not looked at: another document has another ordinal.
+      state: a `LatentState`, or None when nothing precedes or follows.
+
+    Returns:
+      y_BTD: outputs.
+      state: with the new tokens written at `length_B`, those past the capacity
+        dropped; None for None.
+    """
+    del positions_BT, continues_B
+    dtype, width = x_BTD.dtype, x_BTD.shape[-1]
+    heads, query_width = self.heads, self.key_width + self.shared_width
+    scale = query_width ** -0.5
+
+    def weight(name, *shape):
+      init = nn.initializers.normal(0.02)
+      return self.param(name, init, shape, jnp.float32).astype(dtype)
+
+    def scale_of(name, width):
+      return self.param(name, nn.initializers.ones, (width,), jnp.float32)
+
+    if self.query_rank:
+      w_q_down_DQ = weight("w_q_down_DQ", width, self.query_rank)
+      w_q_up_QHK = weight("w_q_up_QHK", self.query_rank, heads, query_width)
+      q_BTQ = jnp.einsum("BTD,DQ->BTQ", x_BTD, w_q_down_DQ)
+      q_BTQ = norm.rms_norm(
+          q_BTQ, scale_of("query_scale_Q", self.query_rank), self.epsilon)
+      q_BTHK = jnp.einsum("BTQ,QHK->BTHK", q_BTQ, w_q_up_QHK)
+    else:
+      w_q_DHK = weight("w_q_DHK", width, heads, query_width)
+      q_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD, w_q_DHK)
+
+    w_down_DR = weight("w_down_DR", width, self.rank)
+    w_shared_DU = weight("w_shared_DU", width, self.shared_width)
+    w_k_up_RHK = weight("w_k_up_RHK", self.rank, heads, self.key_width)
+    w_v_up_RHV = weight("w_v_up_RHV", self.rank, heads, self.value_width)
+    latent_BTR = norm.rms_norm(
+        jnp.einsum("BTD,DR->BTR", x_BTD, w_down_DR),
+        scale_of("latent_scale_R", self.rank), self.epsilon)
+    key_BTU = jnp.einsum("BTD,DU->BTU", x_BTD, w_shared_DU)
+
+    if state is None:
+      o_BTHV = attention.causal_attention(
+          q_BTHK, jnp.einsum("BTR,RHK->BTHK", latent_BTR, w_k_up_RHK),
+          jnp.einsum("BTR,RHV->BTHV", latent_BTR, w_v_up_RHV), documents_BT,
+          k_shared_BSU=key_BTU, scale=scale,
+          implementation=self.implementation)
+    else:
+      index_BT = state.length_B[:, None] + jnp.arange(
+          x_BTD.shape[1], dtype=jnp.int32)[None]
+      state = write(state, latent_BTR, key_BTU, documents_BT, index_BT)
+      attend = absorbed if x_BTD.shape[1] == 1 else expanded
+      o_BTHV = attend(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK,
+                      w_v_up_RHV, scale)
+
+    if self.gate:
+      w_gate_DHV = weight("w_gate_DHV", width, heads, self.value_width)
+      o_BTHV *= jax.nn.sigmoid(jnp.einsum("BTD,DHV->BTHV", x_BTD, w_gate_DHV))
+    w_out_HVD = weight("w_out_HVD", heads, self.value_width, width)
+    return jnp.einsum("BTHV,HVD->BTD", o_BTHV, w_out_HVD), state
+
+
+def write(state, latent_BTR, key_BTU, documents_BT, index_BT):
+  """Appends the tokens that are not padding; drops those past the capacity."""
+  capacity = state.documents_BS.shape[1]
+  index_BT = jnp.where(documents_BT > 0, index_BT, capacity)
+  put = jax.vmap(lambda buffer, index, new: buffer.at[index].set(
+      new.astype(buffer.dtype), mode="drop"))
+  return LatentState(
+      latent_BSR=put(state.latent_BSR, index_BT, latent_BTR),
+      key_BSU=put(state.key_BSU, index_BT, key_BTU),
+      documents_BS=put(state.documents_BS, index_BT, documents_BT),
+      length_B=state.length_B + (documents_BT > 0).sum(1, dtype=jnp.int32))
+
+
+def expanded(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV,
+             scale):
+  """Attends to the state with keys and values made a block at a time."""
+  o_BHTV = attention.blockwise(
+      _expand, scale, None, jnp.swapaxes(q_BTHK, 1, 2), documents_BT, index_BT,
+      state.documents_BS, (w_k_up_RHK, w_v_up_RHV),
+      (state.latent_BSR, state.key_BSU))
+  return jnp.swapaxes(o_BHTV, 1, 2)
+
+
+def absorbed(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV,
+             scale):
+  """Attends in the latent space; no key or value of a head ever exists.
+
+    q . (W_uk c) = (W_uk^T q) . c,   sum_s p_s (W_uv c_s) = W_uv sum_s p_s c_s
+
+  Dearer than `expanded` by (2 rank + U) / (K + U + V) a pair and cheaper by
+  the expansion: what a single query wants.
+  """
+  width = w_k_up_RHK.shape[-1]
+  heads = q_BTHK.shape[2]
+  q_BTHR = jnp.einsum("BTHK,RHK->BTHR", q_BTHK[..., :width], w_k_up_RHK)
+  q_BTHR = jnp.concatenate([q_BTHR, q_BTHK[..., width:]], -1)
+  # The heads stand side by side as queries at one place: T H queries.
+  q_B1TR = q_BTHR.reshape(q_BTHR.shape[0], 1, -1, q_BTHR.shape[-1])
+  latent_B1TR = attention.blockwise(
+      _absorb, scale, None, q_B1TR, jnp.repeat(documents_BT, heads, 1),
+      jnp.repeat(index_BT, heads, 1), state.documents_BS, (),
+      (state.latent_BSR, state.key_BSU))
+  latent_BTHR = latent_B1TR.reshape(*q_BTHK.shape[:3], -1)
+  return jnp.einsum("BTHR,RHV->BTHV", latent_BTHR, w_v_up_RHV)
+
+
+def _expand(weights, keys):
+  """Every head's keys and values of a block of the state."""
+  w_k_up_RHK, w_v_up_RHV = weights
+  latent_BJR, key_BJU = keys
+  k_BHJK = jnp.einsum("BJR,RHK->BHJK", latent_BJR, w_k_up_RHK)
+  v_BHJV = jnp.einsum("BJR,RHV->BHJV", latent_BJR, w_v_up_RHV)
+  key_BHJU = jnp.broadcast_to(
+      key_BJU[:, None], (*k_BHJK.shape[:3], key_BJU.shape[-1]))
+  return jnp.concatenate([k_BHJK, key_BHJU], -1), v_BHJV
+
+
+def _absorb(weights, keys):
+  """One head, whose key is the latent and the shared key, its value the latent."""
+  del weights
+  latent_BJR, key_BJU = keys
+  return jnp.concatenate([latent_BJR, key_BJU], -1)[:, None], latent_BJR[:, None]
