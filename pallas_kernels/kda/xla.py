@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.kda import inputs
 from pallas_kernels.kda.config import CHUNK, TILE
@@ -47,8 +48,7 @@ class Terms(NamedTuple):
   """What a chunk contributes; see `terms`."""
   q_NBGCK: jax.Array
   att_NBGCJ: jax.Array
-  w_NBGCK: jax.Array
-  u_NBGCV: jax.Array
+  solved_NBGCV: jax.Array
   key_NBGCK: jax.Array
   keep_NBGK: jax.Array
 
@@ -80,8 +80,7 @@ def _kda_fwd(options, tokens, gate, s_BGKV, segment_ids):
   grouped, marks = _groups(tokens, segment_ids)
 
   def group(s_BGKV, xs):
-    o_NBCGV, states_NBGKV, end_BGKV = _forward(options, *xs, gate, s_BGKV)
-    del states_NBGKV
+    o_NBCGV, end_BGKV = _forward(options, *xs, gate, s_BGKV)
     return end_BGKV, (o_NBCGV, s_BGKV)
 
   end_BGKV, (o, starts) = jax.lax.scan(group, s_BGKV.astype(_dtype(tokens)),
@@ -122,7 +121,7 @@ def terms(options, tokens, marks, gate):
   T = (I + tril(beta P, -1))^-1:
 
     att = tril(sum_K q_i k_j exp(G_i - G_j)),  q = q exp(G)
-    w = T (beta k exp(G)),  u = T (beta v),  key = k exp(G_last - G)
+    solved = [w, u] = T beta [k exp(G), v],  key = k exp(G_last - G)
     keep = exp(G_last)
 
   so that, with S the incoming state, o = q S + att (u - w S) and
@@ -139,13 +138,12 @@ def terms(options, tokens, marks, gate):
   sum_NBGCK = _cumulative(g_NBGCK)
   last_NBGK = sum_NBGCK[..., -1, :]
   att, mix = _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, options.floor, precision)
-  causal_CJ = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
-  causal = causal_CJ[None, None, None]
+  causal = _lift(np.tri(CHUNK, dtype=bool), att)
   if marks is not None:
     same = marks.documents[..., None] == marks.documents[:, :, None]
     causal = causal & same[:, :, None]
   att_NBGCJ = jnp.where(causal, att, 0)
-  strict = causal & ~jnp.eye(CHUNK, dtype=bool)
+  strict = causal & ~_lift(np.eye(CHUNK, dtype=bool), att)
   mix_NBGCJ = jnp.where(strict, mix, 0) * beta_NBGC[..., None]
   from_start = jnp.exp(sum_NBGCK)
   to_end = jnp.exp(last_NBGK[..., None, :] - sum_NBGCK)
@@ -157,33 +155,34 @@ def terms(options, tokens, marks, gate):
     from_start = jnp.where(reached[:, :, None, :, None], from_start, 0)
     to_end = jnp.where(kept[:, :, None, :, None], to_end, 0)
     keep_NBGK = jnp.where((first == last)[..., None, None], keep_NBGK, 0)
-  inverse_NBGCJ = unit_lower_inverse(mix_NBGCJ)
   written = jnp.concatenate([k_NBGCK * from_start, v_NBGCV], axis=-1)
-  solved = jnp.einsum("...CJ,...JV->...CV", inverse_NBGCJ,
-                      written * beta_NBGC[..., None], precision=precision)
-  w_NBGCK, u_NBGCV = jnp.split(solved, [k_NBGCK.shape[-1]], axis=-1)
-  return Terms(q_NBGCK * from_start, att_NBGCJ, w_NBGCK, u_NBGCV,
+  solved_NBGCV = solve_unit_lower(mix_NBGCJ,
+                                  written * beta_NBGC[..., None], precision)
+  return Terms(q_NBGCK * from_start, att_NBGCJ, solved_NBGCV,
                k_NBGCK * to_end, keep_NBGK)
 
 
 def _forward(options, tokens, marks, gate, s_BGKV):
-  """One group of chunks: outputs, incoming states, state after."""
-  t = terms(options, tokens, marks, gate)
+  """One group of chunks: outputs and state after."""
   einsum = functools.partial(jnp.einsum, precision=_precision(tokens.q.dtype))
-  states_NBGKV, end_BGKV = _states(t, s_BGKV, einsum)
-  write_NBGCV = t.u_NBGCV - einsum("NBGCK,NBGKV->NBGCV", t.w_NBGCK,
-                                   states_NBGKV)
+  t = terms(options, tokens, marks, gate)
+  states_NBGKV, end_BGKV, _ = _states(t, s_BGKV, einsum)
+  write_NBGCV = _write(t, states_NBGKV, einsum)
   o_NBGCV = einsum("NBGCK,NBGKV->NBGCV", t.q_NBGCK, states_NBGKV)
   o_NBGCV += einsum("NBGCJ,NBGJV->NBGCV", t.att_NBGCJ, write_NBGCV)
-  return jnp.swapaxes(o_NBGCV, 2, 3), states_NBGKV, end_BGKV
+  return jnp.swapaxes(o_NBGCV, 2, 3), end_BGKV
 
 
 def _states(t, s_BGKV, einsum):
-  """Passes the state through a group's chunks: S' = step S + add."""
-  step_NBGKJ = -einsum("NBGCK,NBGCJ->NBGKJ", t.key_NBGCK, t.w_NBGCK)
-  step_NBGKJ += (t.keep_NBGK[..., None]
-                 * jnp.eye(t.keep_NBGK.shape[-1], dtype=step_NBGKJ.dtype))
-  add_NBGKV = einsum("NBGCK,NBGCV->NBGKV", t.key_NBGCK, t.u_NBGCV)
+  """Passes the state through a group's chunks: S' = step S + add.
+
+  With step = keep - key^T w and add = key^T u, a chunk's turn is one small
+  matmul, whatever the chunk's length.
+  """
+  key = s_BGKV.shape[-2]
+  both = einsum("NBGCK,NBGCV->NBGKV", t.key_NBGCK, t.solved_NBGCV)
+  step_NBGKJ = t.keep_NBGK[..., None] * _lift(np.eye(key), both) - both[
+      ..., :key]
 
   def chunk(s_BGKV, xs):
     step_BGKJ, add_BGKV = xs
@@ -191,8 +190,15 @@ def _states(t, s_BGKV, einsum):
     return after_BGKV, s_BGKV
 
   end_BGKV, states_NBGKV = jax.lax.scan(chunk, s_BGKV,
-                                        (step_NBGKJ, add_NBGKV))
-  return states_NBGKV, end_BGKV
+                                        (step_NBGKJ, both[..., key:]))
+  return states_NBGKV, end_BGKV, step_NBGKJ
+
+
+def _write(t, states_NBGKV, einsum):
+  """What a chunk's tokens write: u - w S."""
+  key = states_NBGKV.shape[-2]
+  return t.solved_NBGCV[..., key:] - einsum(
+      "NBGCK,NBGKV->NBGCV", t.solved_NBGCV[..., :key], states_NBGKV)
 
 
 def _backward(options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV):
@@ -200,39 +206,35 @@ def _backward(options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV):
   einsum = functools.partial(jnp.einsum, precision=_precision(tokens.q.dtype))
   t, pull = jax.vjp(
       lambda tokens, gate: terms(options, tokens, marks, gate), tokens, gate)
-  states_NBGKV, _ = _states(t, s_BGKV, einsum)
-  write_NBGCV = t.u_NBGCV - einsum("NBGCK,NBGKV->NBGCV", t.w_NBGCK,
-                                   states_NBGKV)
+  states_NBGKV, _, step_NBGKJ = _states(t, s_BGKV, einsum)
+  write_NBGCV = _write(t, states_NBGKV, einsum)
+  w_NBGCK = t.solved_NBGCV[..., :s_BGKV.shape[-2]]
   do_NBGCV = jnp.swapaxes(do_NBCGV, 2, 3)
   dwrite_NBGCV = einsum("NBGCJ,NBGCV->NBGJV", t.att_NBGCJ, do_NBGCV)
   here_NBGKV = einsum("NBGCK,NBGCV->NBGKV", t.q_NBGCK, do_NBGCV)
-  here_NBGKV -= einsum("NBGCK,NBGCV->NBGKV", t.w_NBGCK, dwrite_NBGCV)
+  here_NBGKV -= einsum("NBGCK,NBGCV->NBGKV", w_NBGCK, dwrite_NBGCV)
 
   def chunk(ds_BGKV, xs):
-    here_BGKV, w_BGCK, key_BGCK, keep_BGK = xs
-    through_BGCV = einsum("BGCK,BGKV->BGCV", key_BGCK, ds_BGKV)
-    before_BGKV = here_BGKV + keep_BGK[..., None] * ds_BGKV - einsum(
-        "BGCK,BGCV->BGKV", w_BGCK, through_BGCV)
+    here_BGKV, step_BGJK = xs
+    before_BGKV = here_BGKV + einsum("BGJK,BGJV->BGKV", step_BGJK, ds_BGKV)
     return before_BGKV, ds_BGKV
 
   ds_BGKV, after_NBGKV = jax.lax.scan(
-      chunk, ds_BGKV, (here_NBGKV, t.w_NBGCK, t.key_NBGCK, t.keep_NBGK),
-      reverse=True)
+      chunk, ds_BGKV, (here_NBGKV, step_NBGKJ), reverse=True)
   dwrite_NBGCV += einsum("NBGCK,NBGKV->NBGCV", t.key_NBGCK, after_NBGKV)
-  dterms = Terms(
+  dw_NBGCK = -einsum("NBGCV,NBGKV->NBGCK", dwrite_NBGCV, states_NBGKV)
+  dtokens, dgate = pull(Terms(
       q_NBGCK=einsum("NBGCV,NBGKV->NBGCK", do_NBGCV, states_NBGKV),
       att_NBGCJ=einsum("NBGCV,NBGJV->NBGCJ", do_NBGCV, write_NBGCV),
-      w_NBGCK=-einsum("NBGCV,NBGKV->NBGCK", dwrite_NBGCV, states_NBGKV),
-      u_NBGCV=dwrite_NBGCV,
+      solved_NBGCV=jnp.concatenate([dw_NBGCK, dwrite_NBGCV], axis=-1),
       key_NBGCK=einsum("NBGCV,NBGKV->NBGCK", write_NBGCV, after_NBGKV),
-      keep_NBGK=jnp.sum(states_NBGKV * after_NBGKV, axis=-1))
-  dtokens, dgate = pull(dterms)
+      keep_NBGK=jnp.sum(states_NBGKV * after_NBGKV, axis=-1)))
   return dtokens, dgate, ds_BGKV
 
 
 def _cumulative(g_NBGCK):
   """Inclusive sum over a chunk, as a matmul: faster than cumsum on CPU."""
-  lower_CJ = jnp.tril(jnp.ones((CHUNK, CHUNK), g_NBGCK.dtype))
+  lower_CJ = np.tri(CHUNK, dtype=g_NBGCK.dtype)
   return jnp.einsum("CJ,NBGJK->NBGCK", lower_CJ, g_NBGCK, precision="highest")
 
 
@@ -245,7 +247,7 @@ def _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, floor, precision):
   +-8 floors, masked pairs included. Unbounded, it is G before the tile, which
   serves the columns of earlier tiles (both exponents <= 0).
   """
-  lead, (chunk, key) = q_NBGCK.shape[:-2], q_NBGCK.shape[-2:]
+  lead, chunk = q_NBGCK.shape[:-2], q_NBGCK.shape[-2]
   tiles = chunk // TILE
 
   def tiled(x):
@@ -253,27 +255,23 @@ def _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, floor, precision):
 
   sum_YIK = tiled(sum_NBGCK)
   if floor is None:
-    before_YK = jnp.pad(sum_YIK[..., :-1, -1, :],
-                        [(0, 0)] * len(lead) + [(1, 0), (0, 0)])
-    ref_YK = before_YK
+    ref_YK = jnp.pad(sum_YIK[..., :-1, -1, :],
+                     [(0, 0)] * len(lead) + [(1, 0), (0, 0)])
   else:
     ref_YK = sum_YIK[..., TILE // 2, :]
   ref_YK = jax.lax.stop_gradient(ref_YK)  # the product does not depend on it
   row_YIK = jnp.exp(sum_YIK - ref_YK[..., None, :])
   rows_YIK = jnp.concatenate(
       [tiled(q_NBGCK) * row_YIK, tiled(k_NBGCK) * row_YIK], axis=-2)
-  strips = []
-  for y in range(tiles):
-    columns = (y if floor is None else y + 1) * TILE
-    decay_JK = jnp.exp(ref_YK[..., y, None, :] - sum_NBGCK[..., :columns, :])
-    strip_IJ = jnp.einsum("...IK,...JK->...IJ", rows_YIK[..., y, :, :],
-                          k_NBGCK[..., :columns, :] * decay_JK,
+  tile_Y1, tile_1J = np.ogrid[:tiles, :chunk]
+  seen_YJ = tile_1J // TILE < tile_Y1 + (floor is not None)
+  gap_YJK = ref_YK[..., None, :] - sum_NBGCK[..., None, :, :]
+  gap_YJK = jnp.where(_lift(seen_YJ[..., None], gap_YJK), gap_YJK, -jnp.inf)
+  columns_YJK = k_NBGCK[..., None, :, :] * jnp.exp(gap_YJK)
+  strips_YIJ = jnp.einsum("...YIK,...YJK->...YIJ", rows_YIK, columns_YJK,
                           precision=precision)
-    strips.append(jnp.pad(strip_IJ, [(0, 0)] * (len(lead) + 1)
-                          + [(0, chunk - columns)]))
-  strips = jnp.stack(strips, axis=-3)
   att, mix = (x.reshape(*lead, chunk, chunk)
-              for x in jnp.split(strips, 2, axis=-2))
+              for x in jnp.split(strips_YIJ, 2, axis=-2))
   if floor is None:
     diagonal_att, diagonal_mix = _diagonal(tiled(q_NBGCK), tiled(k_NBGCK),
                                            sum_YIK)
@@ -283,24 +281,50 @@ def _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, floor, precision):
 
 def _diagonal(q_YIK, k_YIK, sum_YIK):
   """Pairs inside a tile by one exponent each, masked before exp."""
-  causal_IJ = jnp.tril(jnp.ones((TILE, TILE), bool))[..., None]
+  causal_IJ = np.tri(TILE, dtype=bool)[..., None]
   gap_YIJK = sum_YIK[..., :, None, :] - sum_YIK[..., None, :, :]
-  causal_IJ = causal_IJ.reshape((1,) * (gap_YIJK.ndim - 3) + causal_IJ.shape)
-  decay_YIJK = jnp.exp(jnp.where(causal_IJ, gap_YIJK, -jnp.inf))
+  decay_YIJK = jnp.exp(jnp.where(_lift(causal_IJ, gap_YIJK), gap_YIJK,
+                                 -jnp.inf))
   key_YIJK = k_YIK[..., None, :, :] * decay_YIJK
   out = []
   for x_YIK in (q_YIK, k_YIK):
     tile_YIJ = jnp.sum(x_YIK[..., :, None, :] * key_YIJK, axis=-1)
     tiles = tile_YIJ.shape[-3]
-    spread = tile_YIJ[..., None, :] * jnp.eye(
-        tiles, dtype=tile_YIJ.dtype)[:, None, :, None].reshape(
-            (1,) * (tile_YIJ.ndim - 3) + (tiles, 1, tiles, 1))
+    spread = tile_YIJ[..., None, :]
+    spread *= _lift(np.eye(tiles)[:, None, :, None], spread)
     out.append(spread.reshape(*tile_YIJ.shape[:-3], tiles * TILE,
                               tiles * TILE))
   return out
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def solve_unit_lower(mix_CJ, x_CV, precision):
+  """Solves (I + mix) y = x, mix strictly lower triangular.
+
+  Its gradient needs no gradient of the inverse: dx = inverse^T dy and
+  dmix = -tril(dx y^T, -1).
+  """
+  return _solve_fwd(mix_CJ, x_CV, precision)[0]
+
+
+def _solve_fwd(mix_CJ, x_CV, precision):
+  inverse_CJ = unit_lower_inverse(mix_CJ)
+  y_CV = jnp.matmul(inverse_CJ, x_CV, precision=precision)
+  return y_CV, (inverse_CJ, y_CV)
+
+
+def _solve_bwd(precision, residuals, dy_CV):
+  inverse_CJ, y_CV = residuals
+  dx_CV = jnp.einsum("...JC,...JV->...CV", inverse_CJ, dy_CV,
+                     precision=precision)
+  dmix_CJ = jnp.einsum("...CV,...JV->...CJ", dx_CV, y_CV, precision=precision)
+  return jnp.where(_lift(np.tri(dmix_CJ.shape[-1], k=-1, dtype=bool), dmix_CJ),
+                   -dmix_CJ, 0), dx_CV
+
+
+solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
+
+
 def unit_lower_inverse(mix_CJ):
   """Inverts I + mix, mix strictly lower triangular, by block substitution.
 
@@ -319,15 +343,14 @@ def unit_lower_inverse(mix_CJ):
   tiles = chunk // TILE
   blocks = mix_CJ.reshape(*lead, tiles, TILE, tiles, TILE)
   mix_YIJ = jnp.stack([blocks[..., y, :, y, :] for y in range(tiles)], axis=-3)
-  index = jnp.arange(TILE)
+  index = np.arange(TILE)
   inverse = jnp.eye(TILE, dtype=mix_CJ.dtype)
   inverse = jnp.broadcast_to(inverse, mix_YIJ.shape)
   size = 1
   while size < TILE:
     pair = index // size
     low_IJ = (pair[:, None] == pair[None] + 1) & (pair[None] % 2 == 0)
-    low_YIJ = jnp.where(low_IJ.reshape((1,) * (mix_YIJ.ndim - 2)
-                                       + low_IJ.shape), mix_YIJ, 0)
+    low_YIJ = jnp.where(_lift(low_IJ, mix_YIJ), mix_YIJ, 0)
     if size == 1:
       inverse = inverse - low_YIJ
     else:
@@ -352,17 +375,10 @@ def _sandwich(a_CJ, b_CJ, c_CJ):
                     precision="highest")
 
 
-def _inverse_fwd(mix_CJ):
-  inverse_CJ = unit_lower_inverse(mix_CJ)
-  return inverse_CJ, inverse_CJ
-
-
-def _inverse_bwd(inverse_CJ, cotangent_CJ):
-  transposed = jnp.swapaxes(inverse_CJ, -1, -2)
-  return (-jnp.tril(_sandwich(transposed, cotangent_CJ, transposed), -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)
+def _lift(x, like):
+  """Adds leading axes of one, up to the rank of `like`."""
+  return jnp.asarray(x.reshape((1,) * (like.ndim - x.ndim) + x.shape),
+                     x.dtype if x.dtype == bool else like.dtype)
 
 
 def _dtype(tokens):

@@ -1,0 +1,167 @@
+"""Kimi delta attention: the path that remembers, in a state of fixed size."""
+import flax
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import kda
+from ultralong_jax.layers import norm, short_conv
+
+# Every how many tokens the decay is sampled for the statistics.
+SAMPLE_TOKENS = 64
+
+
+@flax.struct.dataclass
+class DeltaState:
+  """What a row's tokens so far left behind.
+
+  Attributes:
+    s_BHKV: the recurrent state, float32.
+    tail_q_BIHK: the last inputs of the queries' convolution.
+    tail_k_BIHK: of the keys'.
+    tail_v_BIHV: of the values'.
+  """
+  s_BHKV: jax.Array
+  tail_q_BIHK: jax.Array
+  tail_k_BIHK: jax.Array
+  tail_v_BIHV: jax.Array
+
+
+def empty_delta_state(batch, heads, key_width, value_width, conv_width, dtype):
+  """A state before the first token."""
+  key_tail = jnp.zeros((batch, conv_width - 1, heads, key_width), dtype)
+  value_tail = jnp.zeros((batch, conv_width - 1, heads, value_width), dtype)
+  return DeltaState(
+      jnp.zeros((batch, heads, key_width, value_width), jnp.float32),
+      key_tail, key_tail, value_tail)
+
+
+def init_dt_bias(rng, shape, dtype=jnp.float32):
+  """Inverse softplus of dt, dt log-uniform in [0.001, 0.1].
+
+  With a_log = 0 and floor -5 the log decay starts in [-0.476, -0.005].
+  """
+  low, high = jnp.log(1e-3), jnp.log(1e-1)
+  dt = jnp.exp(jax.random.uniform(rng, shape, dtype, low, high))
+  dt = jnp.maximum(dt, 1e-4)
+  return dt + jnp.log(-jnp.expm1(-dt))
+
+
+class KimiDeltaAttention(nn.Module):
+  """Gated delta rule with a bounded decay for each channel.
+
+    q, k = unit(silu(conv(W x)));  v = silu(conv(W_v x))
+    g = floor sigmoid(exp(a) (W_up W_down x + b));  beta = sigmoid(W_beta x)
+    y = W_out (sigmoid(W_gate x) * norm_head(kda(q, k, v, g, beta)))
+
+  Attributes:
+    heads: heads of queries, keys and values.
+    key_width: channels of a head's query and key.
+    value_width: channels of a head's value.
+    conv_width: taps of the short convolutions.
+    floor: lower bound of the log decay in nats a token; None: unbounded.
+    epsilon: of the output norm.
+    implementation: of `pallas_kernels.kda`; "" lets it choose.
+
+  Collections:
+    statistics: written when mutable: `decay_sum_HK`, log decay summed over the
+      sampled tokens, and `sampled`, how many those were.
+  """
+  heads: int
+  key_width: int
+  value_width: int
+  conv_width: int = 4
+  floor: float | None = -5.0
+  epsilon: float = 1e-5
+  implementation: str = ""
+
+  @nn.compact
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
+    """Mixes tokens of the same document.
+
+    Args:
+      x_BTD: normed inputs.
+      documents_BT: document ordinals; 0 is trailing padding.
+      positions_BT: not looked at.
+      continues_B: whether a row's first document goes on from `state`.
+      state: a `DeltaState`, or None when nothing precedes or follows.
+
+    Returns:
+      y_BTD: outputs.
+      state: after the row's last real token; None for None.
+    """
+    del positions_BT
+    dtype, width = x_BTD.dtype, x_BTD.shape[-1]
+    heads, key, value = self.heads, self.key_width, self.value_width
+    normal = nn.initializers.normal(0.02)
+
+    def weight(name, *shape):
+      return self.param(name, normal, shape, jnp.float32).astype(dtype)
+
+    def conv(name, x, tail):
+      w = self.param(name, short_conv.init, (self.conv_width, *x.shape[2:]),
+                     jnp.float32)
+      y, tail = short_conv.short_conv(x, w, documents_BT, continues_B, tail)
+      return nn.silu(y), tail
+
+    tails = (None,) * 3 if state is None else (
+        state.tail_q_BIHK, state.tail_k_BIHK, state.tail_v_BIHV)
+    q_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD,
+                        weight("w_q_DHK", width, heads, key))
+    k_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD,
+                        weight("w_k_DHK", width, heads, key))
+    v_BTHV = jnp.einsum("BTD,DHV->BTHV", x_BTD,
+                        weight("w_v_DHV", width, heads, value))
+    q_BTHK, tail_q_BIHK = conv("conv_q_IHK", q_BTHK, tails[0])
+    k_BTHK, tail_k_BIHK = conv("conv_k_IHK", k_BTHK, tails[1])
+    v_BTHV, tail_v_BIHV = conv("conv_v_IHV", v_BTHV, tails[2])
+
+    narrow_BTR = jnp.einsum("BTD,DR->BTR", x_BTD,
+                            weight("w_decay_down_DR", width, key))
+    z_BTHK = jnp.einsum("BTR,RHK->BTHK", narrow_BTR,
+                        weight("w_decay_up_RHK", key, heads, key))
+    a_log_H = self.param("a_log_H", nn.initializers.zeros, (heads,),
+                         jnp.float32)
+    dt_bias_HK = self.param("dt_bias_HK", init_dt_bias, (heads, key),
+                            jnp.float32)
+    # float32 from the product on: rounding the logits to bfloat16 makes the
+    # write strength drift over long documents.
+    beta_BTH = jnp.einsum("BTD,DH->BTH", x_BTD,
+                          weight("w_beta_DH", width, heads),
+                          preferred_element_type=jnp.float32)
+    self._count(z_BTHK, a_log_H, dt_bias_HK, documents_BT)
+
+    s_BHKV = None if state is None else jnp.where(
+        continues_B[:, None, None, None], state.s_BHKV, 0)
+    o_BTHV, s_BHKV = kda.kda(
+        q_BTHK, k_BTHK, v_BTHV, z_BTHK, beta_BTH, a_log=a_log_H,
+        dt_bias=dt_bias_HK, floor=self.floor, normalize_qk=True,
+        sigmoid_beta=True, initial_state=s_BHKV, segment_ids=documents_BT,
+        implementation=self.implementation or None)
+
+    scale_V = self.param("scale_V", nn.initializers.ones, (value,),
+                         jnp.float32)
+    o_BTHV = norm.rms_norm(o_BTHV, scale_V, self.epsilon)
+    gate_BTHV = jnp.einsum("BTD,DHV->BTHV", x_BTD,
+                           weight("w_gate_DHV", width, heads, value))
+    o_BTHV *= jax.nn.sigmoid(gate_BTHV)
+    y_BTD = jnp.einsum("BTHV,HVD->BTD", o_BTHV,
+                       weight("w_out_HVD", heads, value, width))
+    if state is None:
+      return y_BTD, None
+    return y_BTD, DeltaState(s_BHKV, tail_q_BIHK, tail_k_BIHK, tail_v_BIHV)
+
+  def _count(self, z_BTHK, a_log_H, dt_bias_HK, documents_BT):
+    """Samples the decay: enough to watch it, too little to cost."""
+    if not self.is_mutable_collection("statistics") or self.is_initializing():
+      return
+    real_BT = documents_BT[:, ::SAMPLE_TOKENS] > 0
+    g_BTHK = kda.log_decay(
+        z_BTHK[:, ::SAMPLE_TOKENS].astype(jnp.float32), a_log_H, dt_bias_HK,
+        self.floor)
+    decay_sum_HK = jnp.sum(jnp.where(real_BT[..., None, None], g_BTHK, 0),
+                           axis=(0, 1))
+    for name, x in (("decay_sum_HK", jax.lax.stop_gradient(decay_sum_HK)),
+                    ("sampled", jnp.sum(real_BT, dtype=jnp.float32))):
+      self.sow("statistics", name, x, init_fn=lambda: 0,
+               reduce_fn=lambda a, b: a + b)

@@ -1,0 +1,272 @@
+"""The decoder: a pattern of delta and latent layers, mixed over depth."""
+import functools
+
+import flax
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from ultralong_jax.layers import delta_attention, depth_residual, experts
+from ultralong_jax.layers import glu, latent_attention, norm
+from ultralong_jax.models import depth_plan, stack
+
+
+@flax.struct.dataclass
+class State:
+  """All that a row's tokens so far left behind; see `empty_state`.
+
+  Attributes:
+    layers: each layer's own state, named like its parameters.
+    segment_id_B: of the last token; 0 before the first.
+    document_B: how many documents began.
+    position_B: of the last token inside its document.
+    length_B: tokens taken in, padding not counted.
+    capacity: tokens that the latent buffers hold.
+  """
+  layers: dict
+  segment_id_B: jax.Array
+  document_B: jax.Array
+  position_B: jax.Array
+  length_B: jax.Array
+  capacity: int = flax.struct.field(pytree_node=False)
+
+
+class Hybrid(nn.Module):
+  """Decoder of delta and latent attention, experts and depth mixing.
+
+  Attributes:
+    vocab: rows of the embedding.
+    width: channels of the residual stream.
+    layers: how many.
+    pattern: a letter a layer, d delta or m latent; repeated to `layers`.
+    heads, key_width, value_width, conv_width, floor: of delta layers.
+    latent_heads, latent_key_width, latent_shared_width, latent_value_width,
+      latent_rank, query_rank, latent_gate: of latent layers.
+    dense_layers: first layers whose feed-forward is dense.
+    dense_hidden: its hidden width.
+    experts, experts_per_token, expert_hidden, expert_latent, shared_experts,
+      routed_scale: of the other layers' experts.
+    glu: activation of all gated units.
+    depth: "block_attention", or "residual" for plain sums.
+    block_layers: layers whose outputs are summed to one source of the mix.
+    norm_epsilon: of all norms but the latents'.
+    remat: "layer" recomputes each layer in the backward pass, "none" keeps
+      its activations.
+    dtype: of activations and matmuls; parameters are float32.
+    implementation: of `pallas_kernels.kda`; "" lets it choose.
+
+  Collections:
+    params: trained.
+    router: thresholds of the experts; read here, written by
+      `balance.update` between steps.
+    statistics: written where mutable; loads, histograms, decays.
+  """
+  vocab: int
+  width: int
+  layers: int
+  pattern: str
+  heads: int
+  key_width: int
+  value_width: int
+  conv_width: int
+  floor: float
+  latent_heads: int
+  latent_key_width: int
+  latent_shared_width: int
+  latent_value_width: int
+  latent_rank: int
+  query_rank: int
+  latent_gate: bool
+  dense_layers: int
+  dense_hidden: int
+  experts: int
+  experts_per_token: int
+  expert_hidden: int
+  expert_latent: int
+  shared_experts: int
+  routed_scale: float
+  glu: str
+  depth: str
+  block_layers: int
+  norm_epsilon: float
+  remat: str
+  dtype: str
+  implementation: str
+
+  def setup(self):
+    normal = nn.initializers.normal(0.02)
+    self.w_embed_WD = self.param("w_embed_WD", normal,
+                                 (self.vocab, self.width), jnp.float32)
+    self.w_unembed_DW = self.param("w_unembed_DW", normal,
+                                   (self.width, self.vocab), jnp.float32)
+    self.stack = stack.Stack(self._parts(), self.plan())
+    self.final_norm = norm.RMSNorm(self.norm_epsilon)
+
+  def __call__(self, tokens_BT, segment_ids_BT=None, positions_BT=None,
+               state=None):
+    """Predicts each token's successor.
+
+    Args:
+      tokens_BT: ids below `vocab`.
+      segment_ids_BT: documents of a packed row: a change of id starts one, 0
+        is trailing padding. None: each row is one document, without padding,
+        that goes on from `state` if there is one.
+      positions_BT: inside the document; None: counted here.
+      state: a `State`, or None when nothing precedes or follows.
+
+    Returns:
+      logits_BTW: float32. A row that outgrew `state.capacity` is NaN.
+      state: after the last real token; None for None.
+    """
+    hidden_BTD, state = self.features(tokens_BT, segment_ids_BT, positions_BT,
+                                      state)
+    logits_BTW = jnp.einsum(
+        "BTD,DW->BTW", hidden_BTD, self.w_unembed_DW.astype(hidden_BTD.dtype),
+        preferred_element_type=jnp.float32)
+    return logits_BTW, state
+
+  def features(self, tokens_BT, segment_ids_BT=None, positions_BT=None,
+               state=None):
+    """As `__call__`, but returns what the unembedding reads: hidden_BTD."""
+    if segment_ids_BT is None:
+      segment_ids_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+      if state is not None:
+        segment_ids_BT *= jnp.maximum(state.segment_id_B, 1)[:, None]
+    documents_BT, continues_B = number_documents(segment_ids_BT, state)
+    if positions_BT is None:
+      positions_BT = count_positions(documents_BT, continues_B, state)
+    x_BTD = self.w_embed_WD.astype(self.dtype)[tokens_BT]
+    x_BTD, layers = self.stack(
+        x_BTD, (documents_BT, positions_BT, continues_B),
+        None if state is None else state.layers)
+    hidden_BTD = self.final_norm(x_BTD)
+    if state is None:
+      return hidden_BTD, None
+    state = advance(state, layers, segment_ids_BT, documents_BT, positions_BT)
+    full_B = state.length_B > state.capacity
+    hidden_BTD = jnp.where(full_B[:, None, None], jnp.nan, hidden_BTD)
+    return hidden_BTD, state
+
+  def _parts(self):
+    make = functools.partial
+    mix = None
+    if self.depth == "block_attention":
+      mix = make(depth_residual.DepthMix, epsilon=self.norm_epsilon)
+    return stack.Parts(
+        delta=make(
+            delta_attention.KimiDeltaAttention, heads=self.heads,
+            key_width=self.key_width, value_width=self.value_width,
+            conv_width=self.conv_width, floor=self.floor,
+            epsilon=self.norm_epsilon, implementation=self.implementation),
+        latent=make(
+            latent_attention.LatentAttention, heads=self.latent_heads,
+            key_width=self.latent_key_width,
+            shared_width=self.latent_shared_width,
+            value_width=self.latent_value_width, rank=self.latent_rank,
+            query_rank=self.query_rank, gate=self.latent_gate),
+        dense=make(glu.GatedUnit, hidden=self.dense_hidden, kind=self.glu),
+        experts=make(
+            experts.LatentExperts, experts=self.experts,
+            experts_per_token=self.experts_per_token,
+            hidden=self.expert_hidden, latent=self.expert_latent,
+            shared=self.shared_experts, scale=self.routed_scale, glu=self.glu,
+            epsilon=self.norm_epsilon),
+        norm=make(norm.RMSNorm, epsilon=self.norm_epsilon), mix=mix,
+        remat=self.remat == "layer")
+
+  def plan(self):
+    """Which layers there are, and what is scanned; see `depth_plan`."""
+    return depth_plan.plan(self.pattern, self.layers, self.dense_layers,
+                           self.block_layers if self.depth != "residual"
+                           else self.layers)
+
+
+def number_documents(segment_ids_BT, state):
+  """Gives documents ordinals that increase along a row, across calls too.
+
+  Args:
+    segment_ids_BT: a change starts a document; 0 is trailing padding.
+    state: what precedes, or None.
+
+  Returns:
+    documents_BT: from 1 on; 0 for padding.
+    continues_B: whether the first document goes on from `state`; True for a
+      row of padding.
+  """
+  real_BT = segment_ids_BT > 0
+  before_B = (jnp.zeros_like(segment_ids_BT[:, 0]) if state is None
+              else state.segment_id_B)
+  previous_BT = jnp.concatenate([before_B[:, None], segment_ids_BT[:, :-1]],
+                                axis=1)
+  starts_BT = real_BT & (segment_ids_BT != previous_BT)
+  begun_B = 0 if state is None else state.document_B[:, None]
+  documents_BT = begun_B + jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)
+  return jnp.where(real_BT, documents_BT, 0), ~starts_BT[:, 0]
+
+
+def count_positions(documents_BT, continues_B, state):
+  """Positions inside documents, going on from `state`."""
+  index_T = jnp.arange(documents_BT.shape[1], dtype=jnp.int32)[None]
+  starts_BT = documents_BT[:, 1:] != documents_BT[:, :-1]
+  starts_BT = jnp.pad(starts_BT, ((0, 0), (1, 0)))
+  first_BT = jax.lax.cummax(jnp.where(starts_BT, index_T, 0), axis=1)
+  positions_BT = index_T - first_BT
+  if state is None:
+    return positions_BT
+  offset_B = jnp.where(continues_B & (state.length_B > 0),
+                       state.position_B + 1, 0)
+  first_document_BT = documents_BT == documents_BT[:, :1]
+  return positions_BT + jnp.where(first_document_BT, offset_B[:, None], 0)
+
+
+def advance(state, layers, segment_ids_BT, documents_BT, positions_BT):
+  """The state after a call's last real token."""
+  real_B = jnp.sum(segment_ids_BT > 0, axis=1, dtype=jnp.int32)
+  last_B1 = jnp.maximum(real_B - 1, 0)[:, None]
+
+  def at_last(x_BT, old_B):
+    x_B = jnp.take_along_axis(x_BT, last_B1, axis=1)[:, 0]
+    return jnp.where(real_B > 0, x_B, old_B)
+
+  return state.replace(
+      layers=layers, segment_id_B=at_last(segment_ids_BT, state.segment_id_B),
+      document_B=at_last(documents_BT, state.document_B),
+      position_B=at_last(positions_BT, state.position_B),
+      length_B=state.length_B + real_B)
+
+
+def empty_state(model, batch, capacity):
+  """The state before the first token.
+
+  Args:
+    model: a `Hybrid`.
+    batch: rows.
+    capacity: tokens a row may take in; only latent layers pay for it.
+
+  Returns:
+    A `State`. Leaves have the rows first; those of scanned layers have the
+    layer before that.
+  """
+  m, dtype = model, jnp.dtype(model.dtype)
+
+  def one(kind):
+    if kind == "d":
+      return delta_attention.empty_delta_state(
+          batch, m.heads, m.key_width, m.value_width, m.conv_width, dtype)
+    return latent_attention.empty_latent_state(
+        batch, capacity, m.latent_rank, m.latent_shared_width, dtype)
+
+  def stacked(repeats, name, tree):
+    if repeats == 1:
+      return tree
+    return jax.tree.map(lambda x: jnp.repeat(x[None], repeats, axis=0), tree)
+
+  layers = {}
+  for block_name, block, block_repeats in model.plan():
+    groups = {}
+    for name, group, repeats in block:
+      tree = {layer: one(kind) for layer, kind, _ in group}
+      groups[name] = stacked(repeats, "group", tree)
+    layers[block_name] = stacked(block_repeats, "block", groups)
+  zeros_B = jnp.zeros(batch, jnp.int32)
+  return State(layers, zeros_B, zeros_B, zeros_B, zeros_B, capacity=capacity)

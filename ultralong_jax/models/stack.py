@@ -1,0 +1,200 @@
+"""Layers in blocks and scans, and how outputs travel through depth."""
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+COLLECTIONS = {"params": 0, "router": 0, "statistics": 0}
+
+
+class Parts(NamedTuple):
+  """Makes the modules of a layer, each called with its `name`.
+
+  Attributes:
+    delta: attention of kind d.
+    latent: attention of kind m.
+    dense: feed-forward "dense".
+    experts: feed-forward "experts".
+    norm: before attention and feed-forward.
+    mix: over depth; None: plain residual sums.
+    remat: recompute each layer in the backward pass.
+  """
+  delta: Callable
+  latent: Callable
+  dense: Callable
+  experts: Callable
+  norm: Callable
+  mix: Callable | None
+  remat: bool
+
+
+class Stack(nn.Module):
+  """Blocks of layers, and the mix over depth that the output reads.
+
+  Equal neighbours are one scan, whose carry is the buffer of block sums;
+  blocks that have no equal neighbour stand outside.
+  """
+  parts: Parts
+  blocks: tuple
+
+  @nn.compact
+  def __call__(self, x_BTD, tokens, state):
+    after, mixes = {}, self.parts.mix is not None
+    sources, partial_BTD = (x_BTD,), None if mixes else x_BTD
+    for name, block, repeats in self.blocks:
+      own = None if state is None else state[name]
+      if mixes and partial_BTD is not None:
+        sources, partial_BTD = (*sources, partial_BTD), None
+      if repeats == 1:
+        partial_BTD, after[name] = Block(self.parts, block, name=name)(
+            sources, None, partial_BTD, tokens, own)
+      else:
+        sources, after[name] = self._scan(name, block, repeats, sources,
+                                          tokens, own)
+    if mixes:
+      if partial_BTD is not None:
+        sources = (*sources, partial_BTD)
+      partial_BTD = self.parts.mix(name="output_mix")(sources)
+    return partial_BTD, None if state is None else after
+
+  def _scan(self, name, block, repeats, sources, tokens, state):
+    known = len(sources)
+    buffer_MBTD = jnp.stack(sources)
+    buffer_MBTD = jnp.pad(buffer_MBTD, [(0, repeats)] + [(0, 0)] * 3)
+    scanned = nn.scan(
+        ScannedBlock, variable_axes=COLLECTIONS, split_rngs={"params": True},
+        in_axes=(nn.broadcast, 0), length=repeats)
+    carry = buffer_MBTD, jnp.int32(known)
+    (buffer_MBTD, _), state = scanned(self.parts, block, name=name)(
+        carry, tokens, state)
+    return tuple(buffer_MBTD), state
+
+
+class ScannedBlock(nn.Module):
+  """A block as a scan's step: reads the buffer's sums and adds its own."""
+  parts: Parts
+  block: tuple
+
+  @nn.compact
+  def __call__(self, carry, tokens, state):
+    buffer_MBTD, known = carry
+    sources = tuple(buffer_MBTD)
+    valid = tuple(m < known for m in range(len(sources)))
+    sum_BTD, state = Block(self.parts, self.block, name="block")(
+        sources, valid, None, tokens, state)
+    buffer_MBTD = jax.lax.dynamic_update_index_in_dim(
+        buffer_MBTD, sum_BTD, known, axis=0)
+    return (buffer_MBTD, known + 1), state
+
+
+class Block(nn.Module):
+  """Layers whose outputs are summed; groups that repeat are one scan."""
+  parts: Parts
+  block: tuple
+
+  @nn.compact
+  def __call__(self, sources, valid, partial_BTD, tokens, state):
+    """Adds the layers' outputs to `partial_BTD`, None at a block's start."""
+    after = {}
+    for name, group, repeats in self.block:
+      own = None if state is None else state[name]
+      if repeats == 1:
+        partial_BTD, after[name] = Group(self.parts, group, name=name)(
+            sources, valid, partial_BTD, None, tokens, own)
+        continue
+      started = jnp.bool_(partial_BTD is not None)
+      if partial_BTD is None:
+        partial_BTD = jnp.zeros_like(sources[0])
+      scanned = nn.scan(
+          ScannedGroup, variable_axes=COLLECTIONS, split_rngs={"params": True},
+          in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
+          length=repeats)
+      (partial_BTD, _), after[name] = scanned(self.parts, group, name=name)(
+          (partial_BTD, started), sources, valid, tokens, own)
+    return partial_BTD, None if state is None else after
+
+
+class ScannedGroup(nn.Module):
+  """A group as a scan's step; only the running sum travels."""
+  parts: Parts
+  group: tuple
+
+  @nn.compact
+  def __call__(self, carry, sources, valid, tokens, state):
+    partial_BTD, started = carry
+    partial_BTD, state = Group(self.parts, self.group, name="group")(
+        sources, valid, partial_BTD, started, tokens, state)
+    return (partial_BTD, jnp.bool_(True)), state
+
+
+class Group(nn.Module):
+  """A few layers in a row, one after the other."""
+  parts: Parts
+  group: tuple
+
+  @nn.compact
+  def __call__(self, sources, valid, partial_BTD, started, tokens, state):
+    layer = nn.remat(Layer) if self.parts.remat else Layer
+    after = {}
+    for name, kind, feed_forward in self.group:
+      own = None if state is None else state[name]
+      partial_BTD, after[name] = layer(
+          self.parts, kind, feed_forward, name=name)(
+              sources, valid, partial_BTD, started, tokens, own)
+      started = None
+    return partial_BTD, None if state is None else after
+
+
+class Layer(nn.Module):
+  """Attention, then a feed-forward, each on a normed mix over depth.
+
+  Attributes:
+    parts: makes what a layer consists of.
+    kind: d delta or m latent.
+    feed_forward: "dense" or "experts".
+  """
+  parts: Parts
+  kind: str
+  feed_forward: str
+
+  @nn.compact
+  def __call__(self, sources, valid, partial_BTD, started, tokens, state):
+    """Adds this layer's two outputs to the running sum.
+
+    Args:
+      sources: embedding and block sums; not read with plain residuals.
+      valid: which of them count, or None for all.
+      partial_BTD: running sum, None at a block's start.
+      started: a boolean scalar, whether `partial_BTD` holds anything; None
+        where that is known from `partial_BTD` itself.
+      tokens: documents_BT, positions_BT, continues_B.
+      state: of the attention; None in training.
+    """
+    documents_BT, positions_BT, continues_B = tokens
+    x_BTD = self._mix("attention_mix", sources, valid, partial_BTD, started)
+    x_BTD = self.parts.norm(name="attention_norm")(x_BTD)
+    attention = self.parts.delta if self.kind == "d" else self.parts.latent
+    y_BTD, state = attention(name="attention")(
+        x_BTD, documents_BT, positions_BT, continues_B, state)
+    partial_BTD = y_BTD if partial_BTD is None else partial_BTD + y_BTD
+    x_BTD = self._mix("feed_forward_mix", sources, valid, partial_BTD, None)
+    x_BTD = self.parts.norm(name="feed_forward_norm")(x_BTD)
+    if self.feed_forward == "dense":
+      y_BTD = self.parts.dense(name="dense")(x_BTD)
+    else:
+      y_BTD = self.parts.experts(name="experts")(x_BTD, documents_BT > 0)
+    return partial_BTD + y_BTD, state
+
+  def _mix(self, name, sources, valid, partial_BTD, started):
+    if self.parts.mix is None:
+      return partial_BTD
+    if partial_BTD is not None:
+      if valid is not None or started is not None:
+        valid = (True,) * len(sources) if valid is None else valid
+        valid = (*valid, True if started is None else started)
+      sources = (*sources, partial_BTD)
+    elif len(sources) == 1:
+      return sources[0]  # a mix of one source is that source
+    return self.parts.mix(name=name)(sources, valid)
