@@ -1,0 +1,130 @@
+"""results.jsonl of an experiment -> the table in its README, and a figure.
+
+python -m experiments.report experiments/0001_tiny_recall [--write | --check]
+
+A row of results.jsonl is one run:
+  {"name": "muon", "config": {"optim.lr": 0.02}, "commit": "23a1564",
+   "device": "2 CPU cores", "wall_seconds": 251.3, "seed": 0,
+   "metrics": {"validation_bits_per_byte": 1.97}}
+Rows of one name and one device are repetitions. The table has one line for
+them, with n and, for every metric, the mean and the sample standard deviation.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import sys
+
+BEGIN, END = "<!-- report.py: begin -->", "<!-- report.py: end -->"
+
+
+def read(folder):
+  """Returns the rows of a folder's results.jsonl, in the order written."""
+  text = (pathlib.Path(folder) / "results.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def grouped(rows):
+  """Returns {(name, device): rows}, in the order of first appearance."""
+  groups = {}
+  for row in rows:
+    groups.setdefault((row["name"], row["device"]), []).append(row)
+  return groups
+
+
+def metric_names(rows):
+  """Returns the metrics of all rows, in the order of first appearance."""
+  return list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+
+
+def number(x):
+  """Writes a number with four significant digits, thousands separated."""
+  if x == 0 or not math.isfinite(x):
+    return str(x)
+  digits = max(0, 3 - math.floor(math.log10(abs(x))))
+  return f"{x:,.{digits}f}"
+
+
+def spread(values):
+  """Writes mean and sample standard deviation; one value stands alone."""
+  if not values:
+    return ""
+  mean = number(statistics.mean(values))
+  if len(values) == 1:
+    return mean
+  return f"{mean} ± {statistics.stdev(values):.2g}"
+
+
+def table(rows):
+  """Returns the rows as a markdown table."""
+  names = metric_names(rows)
+  lines = [["run", "device", "n", *(name.replace("_", " ") for name in names),
+            "wall seconds", "commit"]]
+  lines.append(["---", "---"] + ["--:"] * (len(names) + 2) + ["---"])
+  for (name, device), runs in grouped(rows).items():
+    commits = dict.fromkeys(run["commit"] for run in runs)
+    lines.append([
+        name, device, str(len(runs)),
+        *(spread([run["metrics"][metric] for run in runs
+                  if metric in run["metrics"]]) for metric in names),
+        spread([run["wall_seconds"] for run in runs]), ", ".join(commits)])
+  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def split(readme):
+  """Returns the README's text before, between and after the two markers."""
+  before, begin, rest = readme.partition(BEGIN)
+  inside, end, after = rest.partition(END)
+  if not begin or not end:
+    raise ValueError(f"no table between {BEGIN} and {END}")
+  return before, inside.strip(), after
+
+
+def figure(rows, metric, path):
+  """Draws a metric's mean, and every run as a dot, as `path`."""
+  import matplotlib  # here: an extra, and tables do not need it
+  matplotlib.use("agg")
+  from matplotlib import pyplot
+
+  groups = grouped(rows)
+  drawing, axes = pyplot.subplots(figsize=(6, 0.5 + 0.4 * len(groups)))
+  for height, runs in enumerate(groups.values()):
+    values = [run["metrics"][metric] for run in runs
+              if metric in run["metrics"]]
+    if values:
+      axes.barh(height, statistics.mean(values), color="#9db4c0")
+      axes.plot(values, [height] * len(values), "k.", markersize=4)
+  axes.set_yticks(range(len(groups)), [name for name, _ in groups])
+  axes.invert_yaxis()
+  axes.set_xlabel(metric.replace("_", " "))
+  drawing.savefig(path, dpi=120, bbox_inches="tight")
+  pyplot.close(drawing)
+
+
+def main(argv=None):
+  parser = argparse.ArgumentParser(prog="python -m experiments.report")
+  parser.add_argument("folder", type=pathlib.Path)
+  parser.add_argument("--write", action="store_true",
+                      help="put the table into README.md")
+  parser.add_argument("--check", action="store_true",
+                      help="fail unless README.md has this table")
+  parser.add_argument("--figure", metavar="METRIC",
+                      help="draw it as figure.png")
+  flags = parser.parse_args(argv)
+  rows, readme = read(flags.folder), flags.folder / "README.md"
+  if flags.figure:
+    figure(rows, flags.figure, flags.folder / "figure.png")
+  if flags.write:
+    before, _, after = split(readme.read_text())
+    readme.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+  elif flags.check:
+    if split(readme.read_text())[1] != table(rows):
+      sys.exit(f"{readme} has another table; run with --write")
+  else:
+    print(table(rows))
+
+
+if __name__ == "__main__":
+  main()
