@@ -63,4 +63,6 @@ def weights(s_XE, choice_XA, scale):
     weight_XA: float32.
   """
   s_XA = jnp.take_along_axis(s_XE, choice_XA, axis=1)
-  return scale * s_XA / (jnp.sum(s_XA, axis=1, keepdims=True) + EPSILON)
+  total = jnp.sum(s_XA, axis=1, keepdims=True) + EPSILON
+  # The derivative of a quotient squares the total, and float32 underflows.
+  return scale * s_XA * jnp.exp(-jnp.log(total))

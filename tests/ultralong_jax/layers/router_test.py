@@ -1,0 +1,81 @@
+"""Routing: choice, cutoff, weights, and where gradients go."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ultralong_jax.layers import router
+
+
+def some_scores(tokens=40, experts=10):
+  return jax.nn.sigmoid(jax.random.normal(jax.random.key(0),
+                                          (tokens, experts)))
+
+
+def test_scores_are_float32_for_bfloat16_inputs():
+  x_XD = jax.random.normal(jax.random.key(1), (64, 128), jnp.bfloat16)
+  w_DE = jax.random.normal(jax.random.key(2), (128, 16))
+  s_XE = router.scores(x_XD, w_DE)
+  logits = np.float64(x_XD.astype(jnp.float32)) @ np.float64(w_DE)
+  assert s_XE.dtype == jnp.float32
+  np.testing.assert_allclose(s_XE, 1 / (1 + np.exp(-logits)), atol=1e-5)
+
+
+def test_thresholds_choose_but_do_not_weigh():
+  s_XE = some_scores()
+  threshold_E = jnp.zeros(10).at[3].set(2.)
+  choice_XA, _ = router.choose(s_XE, threshold_E, 4)
+  assert (choice_XA[:, 0] == 3).all()
+  weight_XA = router.weights(s_XE, choice_XA, 2.5)
+  chosen = np.take_along_axis(np.asarray(s_XE), np.asarray(choice_XA), 1)
+  np.testing.assert_allclose(
+      weight_XA, 2.5 * chosen / chosen.sum(1, keepdims=True), rtol=1e-6)
+
+
+def test_cutoff_is_the_best_score_not_chosen():
+  s_XE, threshold_E = some_scores(), jnp.linspace(-.3, .3, 10)
+  choice_XA, cutoff_X = router.choose(s_XE, threshold_E, 4)
+  biased = np.array(s_XE + threshold_E[None])
+  kept = np.take_along_axis(biased, np.asarray(choice_XA), 1)
+  np.put_along_axis(biased, np.asarray(choice_XA), -np.inf, 1)
+  np.testing.assert_array_equal(biased.max(1), cutoff_X)
+  assert (kept.min(1) >= cutoff_X).all()
+
+
+def test_of_equals_at_the_cutoff_the_lower_index_is_chosen():
+  s_XE = jnp.array([[.5, .9, .5, .5]])
+  choice_XA, cutoff_X = router.choose(s_XE, jnp.zeros(4), 2)
+  assert choice_XA.tolist() == [[1, 0]] and cutoff_X.tolist() == [.5]
+  weight_XA = router.weights(s_XE, choice_XA, 1.)
+  np.testing.assert_allclose(weight_XA, [[.9 / 1.4, .5 / 1.4]], rtol=1e-6)
+
+
+def test_gradient_passes_through_the_weights_alone():
+  s_XE, threshold_E = some_scores(), jnp.linspace(-.3, .3, 10)
+
+  def everything(s_XE, threshold_E):
+    choice_XA, cutoff_X = router.choose(s_XE, threshold_E, 4)
+    weight_XA = router.weights(s_XE, choice_XA, 1.)
+    return jnp.sum(weight_XA[:, 0]) + jnp.sum(cutoff_X)
+
+  d_s_XE, d_threshold_E = jax.grad(everything, (0, 1))(s_XE, threshold_E)
+  assert not d_threshold_E.any()
+  choice_XA, _ = router.choose(s_XE, threshold_E, 4)
+  chosen = np.zeros(s_XE.shape, bool)
+  np.put_along_axis(chosen, np.asarray(choice_XA), True, 1)
+  assert (np.asarray(d_s_XE != 0) == chosen).all()
+
+
+def test_weights_survive_scores_that_underflow():
+  s_XE = jnp.zeros((3, 4))
+  choice_XA, _ = router.choose(s_XE, jnp.zeros(4), 2)
+  weight_XA, vjp = jax.vjp(lambda s: router.weights(s, choice_XA, 1.), s_XE)
+  assert np.isfinite(weight_XA).all()
+  assert np.isfinite(vjp(jnp.ones((3, 2)))[0]).all()
+
+
+@pytest.mark.parametrize("top", [0, 10, 11])
+def test_choosing_none_or_all_names_the_field(top):
+  with pytest.raises(ValueError, match="experts_per_token"):
+    router.choose(some_scores(), jnp.zeros(10), top)
