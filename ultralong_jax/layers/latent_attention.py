@@ -84,7 +84,6 @@ class LatentAttention(nn.Module):
     del positions_BT, continues_B
     dtype, width = x_BTD.dtype, x_BTD.shape[-1]
     heads, query_width = self.heads, self.key_width + self.shared_width
-    scale = query_width ** -0.5
 
     def weight(name, *shape):
       init = nn.initializers.normal(0.02)
@@ -117,15 +116,14 @@ class LatentAttention(nn.Module):
       o_BTHV = attention.causal_attention(
           q_BTHK, jnp.einsum("BTR,RHK->BTHK", latent_BTR, w_k_up_RHK),
           jnp.einsum("BTR,RHV->BTHV", latent_BTR, w_v_up_RHV), documents_BT,
-          k_shared_BSU=key_BTU, scale=scale,
-          implementation=self.implementation)
+          k_shared_BSU=key_BTU, implementation=self.implementation)
     else:
       index_BT = state.length_B[:, None] + jnp.arange(
           x_BTD.shape[1], dtype=jnp.int32)[None]
       state = write(state, latent_BTR, key_BTU, documents_BT, index_BT)
       attend = absorbed if x_BTD.shape[1] == 1 else expanded
       o_BTHV = attend(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK,
-                      w_v_up_RHV, scale)
+                      w_v_up_RHV)
 
     if self.gate:
       w_gate_DHV = weight("w_gate_DHV", width, heads, self.value_width)
@@ -147,18 +145,16 @@ def write(state, latent_BTR, key_BTU, documents_BT, index_BT):
       length_B=state.length_B + (documents_BT > 0).sum(1, dtype=jnp.int32))
 
 
-def expanded(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV,
-             scale):
+def expanded(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV):
   """Attends to the state with keys and values made a block at a time."""
   o_BHTV = attention.blockwise(
-      _expand, scale, None, jnp.swapaxes(q_BTHK, 1, 2), documents_BT, index_BT,
-      state.documents_BS, (w_k_up_RHK, w_v_up_RHV),
+      _expand, q_BTHK.shape[-1] ** -0.5, None, jnp.swapaxes(q_BTHK, 1, 2),
+      documents_BT, index_BT, state.documents_BS, (w_k_up_RHK, w_v_up_RHV),
       (state.latent_BSR, state.key_BSU))
   return jnp.swapaxes(o_BHTV, 1, 2)
 
 
-def absorbed(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV,
-             scale):
+def absorbed(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV):
   """Attends in the latent space; no key or value of a head ever exists.
 
     q . (W_uk c) = (W_uk^T q) . c,   sum_s p_s (W_uv c_s) = W_uv sum_s p_s c_s
@@ -173,8 +169,9 @@ def absorbed(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV,
   # The heads stand side by side as queries at one place: T H queries.
   q_B1TR = q_BTHR.reshape(q_BTHR.shape[0], 1, -1, q_BTHR.shape[-1])
   latent_B1TR = attention.blockwise(
-      _absorb, scale, None, q_B1TR, jnp.repeat(documents_BT, heads, 1),
-      jnp.repeat(index_BT, heads, 1), state.documents_BS, (),
+      _absorb, q_BTHK.shape[-1] ** -0.5, None, q_B1TR,
+      jnp.repeat(documents_BT, heads, 1), jnp.repeat(index_BT, heads, 1),
+      state.documents_BS, (),
       (state.latent_BSR, state.key_BSU))
   latent_BTHR = latent_B1TR.reshape(*q_BTHK.shape[:3], -1)
   return jnp.einsum("BTHR,RHV->BTHV", latent_BTHR, w_v_up_RHV)
@@ -192,7 +189,7 @@ def _expand(weights, keys):
 
 
 def _absorb(weights, keys):
-  """One head, whose key is the latent and the shared key, its value the latent."""
+  """One head, with latent and shared key as its key, the latent as value."""
   del weights
-  latent_BJR, key_BJU = keys
-  return jnp.concatenate([latent_BJR, key_BJU], -1)[:, None], latent_BJR[:, None]
+  latent_B1JR, key_B1JU = (a[:, None] for a in keys)
+  return jnp.concatenate([latent_B1JR, key_B1JU], -1), latent_B1JR
