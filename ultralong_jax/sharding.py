@@ -1,11 +1,12 @@
 """How arrays lie over devices: rows of a batch are split, the rest is whole."""
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def data_mesh() -> Mesh:
   """Returns a mesh of all devices of all processes along one axis."""
-  return jax.make_mesh((jax.device_count(),), ("data",))
+  # Auto: the compiler carries shardings through the model.
+  return jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
 
 
 def whole(mesh: Mesh) -> NamedSharding:
