@@ -2,7 +2,9 @@
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip install -q --disable-pip-version-check
 LOCK := requirements-cpu.lock
+LOCKED := $(VENV)/locked
 READY := $(VENV)/ready
 WORKDIR := runs/tiny
 
@@ -23,16 +25,17 @@ venv: $(READY)
 
 # An environment whose Python no longer runs is made anew; a changed lock is
 # installed over the old one. Nothing is fetched that the lock has no hash of.
-$(READY): $(LOCK) setup.cfg pyproject.toml tools/find_python.sh
+$(LOCKED): $(LOCK) tools/find_python.sh
 	@$(PYTHON) -c "import pip" 2>/dev/null || { \
 	    python=$$(tools/find_python.sh) && \
 	    echo "making $(VENV) with $$python" && \
 	    rm -rf $(VENV) && $$python -m venv $(VENV); }
 	@echo "installing $(LOCK) into $(VENV) (a few minutes the first time)"
-	@$(PYTHON) -m pip install -q --disable-pip-version-check \
-	    --no-compile --require-hashes --only-binary :all: -r $(LOCK)
-	@$(PYTHON) -m pip install -q --disable-pip-version-check \
-	    --no-deps --no-build-isolation -e .
+	@$(PIP) --no-compile --require-hashes --only-binary :all: -r $(LOCK)
+	@touch $@
+
+$(READY): $(LOCKED) setup.cfg pyproject.toml
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 # Needs PyPI. The GPU and TPU extras are resolved by pip at install, not here.
