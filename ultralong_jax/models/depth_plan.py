@@ -5,9 +5,10 @@ def plan(pattern, layers, dense_layers, block_layers):
   """Cuts layers into blocks, blocks into groups, and finds what repeats.
 
   A layer is (name, kind, feed_forward). A group is a tuple of layers that is
-  traced once, as long as the pattern where it repeats. A block is a tuple of
-  (name, group, repeats). The names say which layers are meant, counted from 0
-  in the model (layer of the first repeat), so that no two coincide.
+  traced once: as long as the pattern where it repeats, else a single layer.
+  A block is a tuple of (name, group, repeats), whose names say which layer of
+  the model it is, or which is the first; inside a repeating group, layers
+  count from its own start.
 
   Args:
     pattern: a letter a layer, repeated as often as needed.
@@ -41,7 +42,7 @@ def _groups(block, period, at):
   while i < len(block):
     size, repeats = _repeats(block[i:], period)
     group = tuple((f"layer_{j}", *block[i + j]) for j in range(size))
-    name = f"layers_{at + i}" if size * repeats > 1 else f"layer_{at + i}"
+    name = f"layers_{at + i}" if repeats > 1 else f"layer_{at + i}"
     out.append((name, group, repeats))
     i += size * repeats
   return tuple(out)
@@ -72,7 +73,7 @@ def layer_paths(model_plan):
         for r in range(repeats):
           for layer, _, _ in group:
             path = [block_name] + ["block"] * (block_repeats > 1)
-            path += [name] + ["group"] * (repeats > 1) + [layer]
+            path += [name] + [layer] * (repeats > 1)
             index = [b] * (block_repeats > 1) + [r] * (repeats > 1)
             paths.append((tuple(path), tuple(index)))
   return paths

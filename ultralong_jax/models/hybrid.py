@@ -256,17 +256,18 @@ def empty_state(model, batch, capacity):
     return latent_attention.empty_latent_state(
         batch, capacity, m.latent_rank, m.latent_shared_width, dtype)
 
-  def stacked(repeats, name, tree):
-    if repeats == 1:
-      return tree
+  def stacked(repeats, tree):
     return jax.tree.map(lambda x: jnp.repeat(x[None], repeats, axis=0), tree)
 
   layers = {}
   for block_name, block, block_repeats in model.plan():
-    groups = {}
+    own = {}
     for name, group, repeats in block:
-      tree = {layer: one(kind) for layer, kind, _ in group}
-      groups[name] = stacked(repeats, "group", tree)
-    layers[block_name] = stacked(block_repeats, "block", groups)
+      if repeats == 1:
+        own[name] = one(group[0][1])
+      else:
+        own[name] = stacked(repeats, {n: one(kind) for n, kind, _ in group})
+    layers[block_name] = own if block_repeats == 1 else stacked(block_repeats,
+                                                                own)
   zeros_B = jnp.zeros(batch, jnp.int32)
   return State(layers, zeros_B, zeros_B, zeros_B, zeros_B, capacity=capacity)

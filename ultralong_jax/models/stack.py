@@ -101,14 +101,14 @@ class Block(nn.Module):
     for name, group, repeats in self.block:
       own = None if state is None else state[name]
       if repeats == 1:
-        partial_BTD, after[name] = Group(self.parts, group, name=name)(
+        partial_BTD, after[name] = _layer(self.parts, group[0], name)(
             sources, valid, partial_BTD, None, tokens, own)
         continue
       started = jnp.bool_(partial_BTD is not None)
       if partial_BTD is None:
         partial_BTD = jnp.zeros_like(sources[0])
       scanned = nn.scan(
-          ScannedGroup, variable_axes=COLLECTIONS, split_rngs={"params": True},
+          Group, variable_axes=COLLECTIONS, split_rngs={"params": True},
           in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
           length=repeats)
       (partial_BTD, _), after[name] = scanned(self.parts, group, name=name)(
@@ -116,35 +116,27 @@ class Block(nn.Module):
     return partial_BTD, None if state is None else after
 
 
-class ScannedGroup(nn.Module):
-  """A group as a scan's step; only the running sum travels."""
+class Group(nn.Module):
+  """A few layers as a scan's step; only their running sum travels."""
   parts: Parts
   group: tuple
 
   @nn.compact
   def __call__(self, carry, sources, valid, tokens, state):
     partial_BTD, started = carry
-    partial_BTD, state = Group(self.parts, self.group, name="group")(
-        sources, valid, partial_BTD, started, tokens, state)
-    return (partial_BTD, jnp.bool_(True)), state
-
-
-class Group(nn.Module):
-  """A few layers in a row, one after the other."""
-  parts: Parts
-  group: tuple
-
-  @nn.compact
-  def __call__(self, sources, valid, partial_BTD, started, tokens, state):
-    layer = nn.remat(Layer) if self.parts.remat else Layer
     after = {}
-    for name, kind, feed_forward in self.group:
+    for name, *layer in self.group:
       own = None if state is None else state[name]
-      partial_BTD, after[name] = layer(
-          self.parts, kind, feed_forward, name=name)(
-              sources, valid, partial_BTD, started, tokens, own)
+      partial_BTD, after[name] = _layer(self.parts, (name, *layer), name)(
+          sources, valid, partial_BTD, started, tokens, own)
       started = None
-    return partial_BTD, None if state is None else after
+    carry = partial_BTD, jnp.bool_(True)
+    return carry, None if state is None else after
+
+
+def _layer(parts, layer, name):
+  make = nn.remat(Layer) if parts.remat else Layer
+  return make(parts, *layer[1:], name=name)
 
 
 class Layer(nn.Module):
