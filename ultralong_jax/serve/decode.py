@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ultralong_jax.models import hybrid
+
 # Prompts go in in segments of this many tokens; the rest is padded to a power
 # of two, so that any prompt compiles at most log2(512 / 16) + 1 = 6 shapes.
 SEGMENT_TOKENS = 512
@@ -39,7 +41,9 @@ def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
   capacity = check(prompts, max_new_tokens, temperature, rng, capacity)
   if rng is None:
     rng = jax.random.key(0)  # greedy: never looked at
-  state = model.empty_state(len(prompts), capacity)
+  # Copied: leaves may share an array, and what is donated has to be one's own.
+  state = jax.tree.map(jnp.copy,
+                       hybrid.empty_state(model, len(prompts), capacity))
   logits_BW, state = prefill(model, variables, prompts, state)
   new = [[] for _ in prompts]
   active_B = np.ones(len(prompts), bool)
@@ -88,7 +92,7 @@ def prefill(model, variables, tokens: list[list[int]], state):
     variables: collections params and, with experts, router.
     tokens: at least one token for each row of the state; the caller has
       checked the capacity.
-    state: of `model.empty_state`, or what an earlier call returned. Donated.
+    state: of `hybrid.empty_state`, or what an earlier call returned. Donated.
 
   Returns:
     logits_BW: float32, after each row's last token.

@@ -40,8 +40,9 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
       skipped: 1 if the gradient was not finite, else 0.
       load: [layers, E] share of an expert times E; 1 is balanced.
       load_max_over_mean: largest of `load`.
-      decay_mean: mean log decay over delta layers, heads and channels.
-      (the last three only from models that have such layers)
+      decay_mean, decay_min, decay_max: over the channels of all delta
+        layers, of each one's mean log decay.
+      (loads and decays only from models that have such layers)
   """
   if balance not in ("quantile", "none"):
     raise ValueError(f"{balance=} is neither 'quantile' nor 'none'")
@@ -87,7 +88,7 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
         "lr": optim.learning_rate(opt_state),
         "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32),
         "skipped": 1. - applied,
-        **_summary(statistics, accumulate)}
+        **_summary(statistics)}
     state = state.replace(params=params, opt_state=opt_state, router=router,
                           step=state.step + 1)
     return state, metrics
@@ -126,7 +127,7 @@ def _bytes(batch, byte_lengths):
   return jnp.maximum(jnp.sum(lengths_W[batch["targets"]] * counted_BT), 1)
 
 
-def _summary(statistics, accumulate: int) -> dict:
+def _summary(statistics) -> dict:
   """The loads and decays of a step for the log."""
   leaves = traverse_util.flatten_dict(statistics)
   metrics = {}
@@ -137,8 +138,13 @@ def _summary(statistics, accumulate: int) -> dict:
     mean_L = jnp.mean(load_LE, axis=1, keepdims=True)
     metrics["load"] = load_LE / jnp.maximum(mean_L, 1e-6)
     metrics["load_max_over_mean"] = jnp.max(metrics["load"])
-  decays = [x for path, x in leaves.items() if path[-1] == "decay_GK"]
+  # Sums over tokens, with or without leading axes of stacked layers.
+  decays = [x / jnp.maximum(leaves[(*path[:-1], "sampled")], 1)[
+      ..., None, None] for path, x in leaves.items()
+            if path[-1] == "decay_sum_HK"]
   if decays:
-    total = sum(jnp.sum(x) for x in decays)
-    metrics["decay_mean"] = total / sum(x.size for x in decays) / accumulate
+    channels = jnp.concatenate([x.reshape(-1) for x in decays])
+    metrics["decay_mean"] = jnp.mean(channels)
+    metrics["decay_min"] = jnp.min(channels)
+    metrics["decay_max"] = jnp.max(channels)
   return metrics
