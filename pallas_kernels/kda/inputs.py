@@ -6,27 +6,31 @@ import jax.numpy as jnp
 UNIT_EPSILON = 1e-6
 
 
-def log_decay(z_GK, a_log_G, dt_bias_GK, floor):
+def log_decay(z, a_log_G, dt_bias_GK, floor, heads_axis=-2):
   """Maps gate inputs to log decay, per channel.
 
     floor given:  floor * sigmoid(exp(a) * (z + b)), inside (floor, 0)
     floor None:   -exp(a) * softplus(z + b), at most 0
 
   Args:
-    z_GK: gate inputs; axes before G are free.
+    z: gate inputs, channels last, value heads on `heads_axis`.
     a_log_G: log of the gate's slope, one a value head.
     dt_bias_GK: added to the gate inputs before the slope.
     floor: lower bound of the log decay in nats a token, or None.
+    heads_axis: negative.
 
   Returns:
-    g_GK: log decay, in the dtype of `z_GK`.
+    g: log decay, shape and dtype of `z`.
   """
-  shape = (1,) * (z_GK.ndim - 2)
-  slope_G1 = jnp.exp(a_log_G.astype(z_GK.dtype)).reshape(*shape, -1, 1)
-  u_GK = z_GK + dt_bias_GK.astype(z_GK.dtype).reshape(*shape, *dt_bias_GK.shape)
+  groups, key = dt_bias_GK.shape
+  shape = [1] * z.ndim
+  shape[heads_axis] = groups
+  slope = jnp.exp(a_log_G.astype(z.dtype)).reshape(shape)
+  shape[-1] = key
+  u = z + dt_bias_GK.astype(z.dtype).reshape(shape)
   if floor is None:
-    return -slope_G1 * jax.nn.softplus(u_GK)
-  return floor * jax.nn.sigmoid(slope_G1 * u_GK)
+    return -slope * jax.nn.softplus(u)
+  return floor * jax.nn.sigmoid(slope * u)
 
 
 def unit(x_K):
@@ -52,42 +56,43 @@ def documents(segment_ids_BT):
                  ((0, 0), (1, 0)))
 
 
-def prepare(q_K, k_K, v_GV, decay_GK, beta_G, real, a_log_G, dt_bias_GK, *,
-            floor, normalize_qk, sigmoid_beta, scale):
+def prepare(q, k, v, decay, beta, real, a_log_G, dt_bias_GK, *, floor,
+            normalize_qk, sigmoid_beta, scale, heads_axis=-2):
   """Turns raw inputs into the recurrence's own, in float32 (float64 stays).
 
   Args:
-    q_K: queries, [..., H, K]; axes before H are free (as in all that follow).
-    k_K: keys, [..., H, K].
-    v_GV: values, [..., G, V] with G a multiple of H.
-    decay_GK: log decay, or gate inputs when `a_log_G` is given.
-    beta_G: write strength, or its logits when `sigmoid_beta`.
-    real: [...] False on padding, which then neither decays nor writes; None
-      when all tokens are real.
-    a_log_G: see `log_decay`; None if `decay_GK` is the log decay.
+    q: queries; channels last, heads on `heads_axis`, as k, v and decay.
+    k: keys.
+    v: values; a multiple of q's heads.
+    decay: log decay, or gate inputs when `a_log_G` is given.
+    beta: write strength, or its logits when `sigmoid_beta`; like `decay`
+      without the channels.
+    real: False on padding, which then neither decays nor writes; shape of
+      `beta` with one head. None when all tokens are real.
+    a_log_G: see `log_decay`; None if `decay` is the log decay.
     dt_bias_GK: see `log_decay`.
     floor: see `log_decay`.
     normalize_qk: divide q and k by their L2 norms.
-    sigmoid_beta: `beta_G` are logits.
+    sigmoid_beta: `beta` are logits.
     scale: multiplies the queries.
+    heads_axis: negative.
 
   Returns:
-    q_GK, k_GK, v_GV, g_GK, beta_G with heads repeated to value heads.
+    q, k, v, g, beta with q's and k's heads repeated to value heads.
   """
-  dtype = jnp.promote_types(jnp.float32, q_K.dtype)
-  q_K, k_K, v_GV, g_GK, beta_G = (
-      x.astype(dtype) for x in (q_K, k_K, v_GV, decay_GK, beta_G))
+  dtype = jnp.promote_types(jnp.float32, q.dtype)
+  q, k, v, g, beta = (x.astype(dtype) for x in (q, k, v, decay, beta))
   if a_log_G is not None:
-    g_GK = log_decay(g_GK, a_log_G, dt_bias_GK, floor)
+    g = log_decay(g, a_log_G, dt_bias_GK, floor, heads_axis)
   if sigmoid_beta:
-    beta_G = jax.nn.sigmoid(beta_G)
+    beta = jax.nn.sigmoid(beta)
   if normalize_qk:
-    q_K, k_K = unit(q_K), unit(k_K)
-  q_K = q_K * scale
+    q, k = unit(q), unit(k)
+  q = q * scale
   if real is not None:
-    beta_G = jnp.where(real[..., None], beta_G, 0)
-    g_GK = jnp.where(real[..., None, None], g_GK, 0)
-  groups = v_GV.shape[-2] // q_K.shape[-2]
+    beta = jnp.where(real, beta, 0)
+    g = jnp.where(real[..., None], g, 0)
+  groups = v.shape[heads_axis] // q.shape[heads_axis]
   if groups > 1:
-    q_K, k_K = (jnp.repeat(x, groups, axis=-2) for x in (q_K, k_K))
-  return q_K, k_K, v_GV, g_GK, beta_G
+    q, k = (jnp.repeat(x, groups, axis=heads_axis) for x in (q, k))
+  return q, k, v, g, beta

@@ -20,7 +20,7 @@ def kda(q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG, *, a_log, dt_bias, floor,
   real_BT, starts_BT = None, jnp.zeros(q_BTHK.shape[:2], bool)
   if segment_ids is not None:
     documents_BT = inputs.documents(segment_ids)
-    real_BT = segment_ids != 0
+    real_BT = (segment_ids != 0)[..., None]
     starts_BT = jnp.diff(documents_BT, axis=1, prepend=documents_BT[:, :1]) != 0
   q_BTGK, k_BTGK, u_BTGV, g_BTGK, beta_BTG = inputs.prepare(
       q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG, real_BT, a_log, dt_bias,

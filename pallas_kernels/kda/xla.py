@@ -1,11 +1,12 @@
 """Chunked Kimi delta attention in plain JAX: dense matmuls, any device.
 
-Chunks of 64 tokens meet only in the state. Within a chunk, tokens meet in
-tiles of 16, and every tile pair is one dense matmul of decayed queries and
-keys. With a bounded decay that holds for diagonal tiles too; the unbounded
+Chunks of 64 tokens (32 for narrow heads) meet only in the state. Within a
+chunk, tokens meet in tiles of 16, and every tile pair is one dense matmul of
+decayed queries and keys. With a bounded decay that holds for diagonal tiles too; the unbounded
 gate pays for its diagonal tiles with one exponent a token pair and channel.
 """
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kda import inputs
-from pallas_kernels.kda.config import CHUNK, TILE
-
-# Chunk tokens x heads that are worked on together: long sequences run in
-# groups of chunks, so that memory beside inputs and outputs is bounded.
-GROUP_ROWS = 1 << 16
+from pallas_kernels.kda.config import TILE, chunk_tokens, group_rows
 
 
 class Options(NamedTuple):
@@ -29,7 +26,7 @@ class Options(NamedTuple):
 
 
 class Tokens(NamedTuple):
-  """The arrays that have a token axis; in groups, [N, B, C, ...]."""
+  """The arrays that have a token axis; in groups, [N, B, heads, C, ...]."""
   q: jax.Array
   k: jax.Array
   v: jax.Array
@@ -80,8 +77,8 @@ def _kda_fwd(options, tokens, gate, s_BGKV, segment_ids):
   grouped, marks = _groups(tokens, segment_ids)
 
   def group(s_BGKV, xs):
-    o_NBCGV, end_BGKV = _forward(options, *xs, gate, s_BGKV)
-    return end_BGKV, (o_NBCGV, s_BGKV)
+    o_NBGCV, end_BGKV = _forward(options, *xs, gate, s_BGKV)
+    return end_BGKV, (o_NBGCV, s_BGKV)
 
   end_BGKV, (o, starts) = jax.lax.scan(group, s_BGKV.astype(_dtype(tokens)),
                                        (grouped, marks))
@@ -95,13 +92,13 @@ def _kda_bwd(options, residuals, cotangents):
   tokens, gate, starts, s_BGKV, segment_ids = residuals
   do_BTGV, ds_BGKV = cotangents
   grouped, marks = _groups(tokens, segment_ids)
-  do = _group(do_BTGV.astype(_dtype(tokens)), grouped.q.shape)
+  do = _group(do_BTGV.astype(_dtype(tokens)), _shape(tokens))
 
   def group(carry, xs):
     ds_BGKV, dgate = carry
-    tokens, marks, do_NBCGV, s_BGKV = xs
+    tokens, marks, do_NBGCV, s_BGKV = xs
     dtokens, dgate_here, ds_BGKV = _backward(
-        options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV)
+        options, tokens, marks, gate, s_BGKV, do_NBGCV, ds_BGKV)
     return (ds_BGKV, jax.tree.map(jnp.add, dgate, dgate_here)), dtokens
 
   zeros = jax.tree.map(jnp.zeros_like, gate)
@@ -128,22 +125,19 @@ def terms(options, tokens, marks, gate):
   S' = keep S + key^T (u - w S). Where a document starts inside the chunk,
   masks cut the products and the paths from and to the state.
   """
-  real = None if marks is None else marks.real
-  q, k, v, g, beta = inputs.prepare(
-      *tokens, real, *gate, **options._asdict())
-  q_NBGCK, k_NBGCK, v_NBGCV, g_NBGCK = (
-      jnp.swapaxes(x, 2, 3) for x in (q, k, v, g))
-  beta_NBGC = jnp.swapaxes(beta, 2, 3)
+  real = None if marks is None else marks.real[:, :, None]
+  q_NBGCK, k_NBGCK, v_NBGCV, g_NBGCK, beta_NBGC = inputs.prepare(
+      *tokens, real, *gate, **options._asdict(), heads_axis=-3)
   precision = _precision(tokens.q.dtype)
   sum_NBGCK = _cumulative(g_NBGCK)
   last_NBGK = sum_NBGCK[..., -1, :]
   att, mix = _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, options.floor, precision)
-  causal = _lift(np.tri(CHUNK, dtype=bool), att)
+  causal = _lift(np.tri(att.shape[-1], dtype=bool), att)
   if marks is not None:
     same = marks.documents[..., None] == marks.documents[:, :, None]
     causal = causal & same[:, :, None]
   att_NBGCJ = jnp.where(causal, att, 0)
-  strict = causal & ~_lift(np.eye(CHUNK, dtype=bool), att)
+  strict = causal & ~_lift(np.eye(att.shape[-1], dtype=bool), att)
   mix_NBGCJ = jnp.where(strict, mix, 0) * beta_NBGC[..., None]
   from_start = jnp.exp(sum_NBGCK)
   to_end = jnp.exp(last_NBGK[..., None, :] - sum_NBGCK)
@@ -170,7 +164,7 @@ def _forward(options, tokens, marks, gate, s_BGKV):
   write_NBGCV = _write(t, states_NBGKV, einsum)
   o_NBGCV = einsum("NBGCK,NBGKV->NBGCV", t.q_NBGCK, states_NBGKV)
   o_NBGCV += einsum("NBGCJ,NBGJV->NBGCV", t.att_NBGCJ, write_NBGCV)
-  return jnp.swapaxes(o_NBGCV, 2, 3), end_BGKV
+  return o_NBGCV, end_BGKV
 
 
 def _states(t, s_BGKV, einsum):
@@ -201,7 +195,7 @@ def _write(t, states_NBGKV, einsum):
       "NBGCK,NBGKV->NBGCV", t.solved_NBGCV[..., :key], states_NBGKV)
 
 
-def _backward(options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV):
+def _backward(options, tokens, marks, gate, s_BGKV, do_NBGCV, ds_BGKV):
   """Gradients of one group, given those of its outputs and last state."""
   einsum = functools.partial(jnp.einsum, precision=_precision(tokens.q.dtype))
   t, pull = jax.vjp(
@@ -209,7 +203,6 @@ def _backward(options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV):
   states_NBGKV, _, step_NBGKJ = _states(t, s_BGKV, einsum)
   write_NBGCV = _write(t, states_NBGKV, einsum)
   w_NBGCK = t.solved_NBGCV[..., :s_BGKV.shape[-2]]
-  do_NBGCV = jnp.swapaxes(do_NBCGV, 2, 3)
   dwrite_NBGCV = einsum("NBGCJ,NBGCV->NBGJV", t.att_NBGCJ, do_NBGCV)
   here_NBGKV = einsum("NBGCK,NBGCV->NBGKV", t.q_NBGCK, do_NBGCV)
   here_NBGKV -= einsum("NBGCK,NBGCV->NBGKV", w_NBGCK, dwrite_NBGCV)
@@ -234,7 +227,7 @@ def _backward(options, tokens, marks, gate, s_BGKV, do_NBCGV, ds_BGKV):
 
 def _cumulative(g_NBGCK):
   """Inclusive sum over a chunk, as a matmul: faster than cumsum on CPU."""
-  lower_CJ = np.tri(CHUNK, dtype=g_NBGCK.dtype)
+  lower_CJ = np.tri(g_NBGCK.shape[-2], dtype=g_NBGCK.dtype)
   return jnp.einsum("CJ,NBGJK->NBGCK", lower_CJ, g_NBGCK, precision="highest")
 
 
@@ -390,23 +383,28 @@ def _precision(dtype):
   return "highest" if dtype in (jnp.float32, jnp.float64) else "high"
 
 
+def _shape(tokens):
+  """How tokens are cut: groups, chunks a group, tokens a chunk."""
+  batch, time, heads = tokens.v.shape[:3]
+  chunk = chunk_tokens(tokens.q.shape[-1])
+  chunks = -(-time // chunk)
+  size = max(1, min(chunks, group_rows() // (batch * heads * chunk)))
+  groups = -(-chunks // size)
+  return groups, -(-chunks // groups), chunk
+
+
 def _groups(tokens, segment_ids):
   """Cuts all arrays into groups of chunks; padding neither decays nor writes.
 
   Returns:
-    tokens: leaves [groups, N, B, C, ...].
+    tokens: leaves [groups, N, B, heads, C, ...].
     marks: Marks with leaves [groups, N, B(, C)]; None without documents and
       without padding.
   """
   batch, time = tokens.q.shape[:2]
-  heads = tokens.v.shape[2]
-  chunks = -(-time // CHUNK)
-  size = max(1, min(chunks, GROUP_ROWS // (batch * heads * CHUNK)))
-  groups = -(-chunks // size)
-  size = -(-chunks // groups)
-  shape = (groups, size, batch, CHUNK)
+  shape = _shape(tokens)
   grouped = jax.tree.map(lambda x: _group(x, shape), tokens)
-  padding = groups * size * CHUNK - time
+  padding = math.prod(shape) - time
   if segment_ids is None and not padding:
     return grouped, None
   if segment_ids is None:
@@ -415,21 +413,21 @@ def _groups(tokens, segment_ids):
   documents = inputs.documents(segment_ids)
   documents = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
   before = jnp.pad(documents, ((0, 0), (1, 0)), mode="edge")[:, :-1]
-  before = _group(before, shape)[..., 0]
-  return grouped, Marks(_group(documents, shape), before, _group(real, shape))
+  marks = (_group(x[..., None], shape)[:, :, :, 0]
+           for x in (documents, before, real))
+  documents, before, real = marks
+  return grouped, Marks(documents, before[..., 0], real)
 
 
 def _group(x, shape):
-  """[B, T, ...] -> [groups, N, B, C, ...], zeros after the last token."""
-  groups, size, batch, chunk = shape[:4]
-  padding = groups * size * chunk - x.shape[1]
+  """[B, T, heads, ...] -> [groups, N, B, heads, C, ...], padded by zeros."""
+  padding = math.prod(shape) - x.shape[1]
   x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-  x = x.reshape(batch, groups, size, chunk, *x.shape[2:])
-  return jnp.moveaxis(x, 0, 2)
+  x = x.reshape(x.shape[0], *shape, *x.shape[2:])
+  return jnp.transpose(x, (1, 2, 0, 4, 3, *range(5, x.ndim)))
 
 
 def _ungroup(x, time):
   """The inverse of `_group`."""
-  x = jnp.moveaxis(x, 2, 0)
-  x = x.reshape(x.shape[0], -1, *x.shape[4:])
-  return x[:, :time]
+  x = jnp.transpose(x, (2, 0, 1, 4, 3, *range(5, x.ndim)))
+  return x.reshape(x.shape[0], -1, *x.shape[4:])[:, :time]
