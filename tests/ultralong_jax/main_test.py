@@ -1,0 +1,143 @@
+"""The command line on a very small model, in processes of its own."""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS, BATCH = 20, 2
+SMALL = """
+steps=20 batch=2 context=64 accumulate=2
+model.width=32 model.layers=2 model.pattern=dm model.block_layers=1
+model.heads=2 model.key_width=8 model.value_width=16
+model.latent_heads=2 model.latent_key_width=8 model.latent_shared_width=8
+model.latent_value_width=8 model.latent_rank=16 model.dense_hidden=64
+model.experts=4 model.expert_hidden=16 model.expert_latent=16
+optim.warmup_steps=2 log.every_steps=1 checkpoint.every_steps=10
+data.validation_bytes=1024 data.validation_context=64
+""".split()
+# Sends itself SIGNAL before it reports STEP, once step 10 is on the disk.
+INTERRUPTED = """
+import os, pathlib, signal, sys, time
+from absl import app
+from ultralong_jax import main
+from ultralong_jax.train import progress
+
+signum, at, saved = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+del sys.argv[1:4]
+report = progress.Log.step
+
+def step(log, number, metrics):
+  while not pathlib.Path(saved).exists():
+    if number < at:
+      break
+    time.sleep(0.01)
+  if number == at:
+    os.kill(os.getpid(), signum)
+  report(log, number, metrics)
+
+progress.Log.step = step
+app.run(main.main, flags_parser=main.parse_flags)
+"""
+
+
+@pytest.fixture(scope="module")
+def call(tmp_path_factory):
+  """Returns a function that runs Python with arguments, from the root."""
+  text = tmp_path_factory.mktemp("text")
+  for i in range(40):
+    (text / f"{i}.txt").write_text(f"document {i} says: " + 9 * f"{i * i} ")
+  cache = tmp_path_factory.mktemp("cache")
+
+  def run(*arguments, status=0):
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, text=True,
+        capture_output=True, timeout=300, env={
+            **os.environ,
+            # All runs compile the same: the first one does it.
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"})
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+  run.flags = ["--config", "configs/tiny.py", f"--config.data.path={text}",
+               *(f"--config.{leaf}" for leaf in SMALL)]
+  return run
+
+
+@pytest.fixture(scope="module")
+def unbroken(call, tmp_path_factory):
+  """Returns the folder of a run that nobody disturbed."""
+  workdir = tmp_path_factory.mktemp("unbroken")
+  text = call("-m", "ultralong_jax.main", "--workdir", workdir, *call.flags)
+  assert "step 20/20" in text and "bits/byte" in text and "to beat" in text
+  assert "--mode generate" in text
+  return workdir
+
+
+def lines(workdir):
+  return [json.loads(text) for text in
+          (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(workdir):
+  return [(line["step"], line["loss"], line["grad_norm"])
+          for line in lines(workdir) if "loss" in line]
+
+
+def record(workdir, step):
+  path = workdir / "checkpoints" / str(step) / "record" / "metadata"
+  saved = json.loads(path.read_text())
+  del saved["train_seconds"]
+  return saved
+
+
+def test_killed_and_stopped_run_equals_an_unbroken_one(
+    call, unbroken, tmp_path):
+  saved = tmp_path / "checkpoints" / "10"
+  interrupted = ["-c", INTERRUPTED]
+  flags = ["--workdir", tmp_path, *call.flags]
+  call(*interrupted, 9, 13, saved, *flags, status=-9)
+  assert losses(tmp_path)[-1][0] == 12
+  text = call(*interrupted, 15, 15, saved, *flags, status=143)
+  assert "from step 10" in text
+  assert f"--workdir {tmp_path}" in text.split("to go on:")[1]
+  stopped = int(max((tmp_path / "checkpoints").iterdir(),
+                    key=lambda path: int(path.name)).name)
+  assert 15 <= stopped < STEPS
+  text = call("-m", "ultralong_jax.main", "--workdir", tmp_path)
+  assert f"from step {stopped}" in text
+
+  assert losses(tmp_path) == losses(unbroken)
+  assert [step for step, *_ in losses(tmp_path)] == list(range(1, STEPS + 1))
+  # Checksums of every array: parameters, optimizer, thresholds, key.
+  assert record(tmp_path, STEPS) == record(unbroken, STEPS)
+  assert record(tmp_path, STEPS)["position"] == STEPS * BATCH
+
+
+def test_evaluate_repeats_the_figure_of_the_run(call, unbroken):
+  text = call("-m", "ultralong_jax.main", "--workdir", unbroken,
+              "--mode", "evaluate")
+  figures = dict(line.split() for line in text.splitlines())
+  last = lines(unbroken)[-1]
+  assert float(figures["validation_bits_per_byte"]) == pytest.approx(
+      last["validation_bits_per_byte"], rel=1e-4)
+  assert figures["step"] == "20"
+
+
+def test_generate_goes_on_from_the_prompt(call, unbroken):
+  text = call("-m", "ultralong_jax.main", "--workdir", unbroken, "--mode",
+              "generate", "--prompt", "document ", "--max_new_tokens", 8)
+  assert text.startswith("document ")
+
+
+def test_wrong_flags_are_explained_in_a_line(call, unbroken):
+  main = ["-m", "ultralong_jax.main", "--workdir", unbroken]
+  text = call(*main, *call.flags, "--config.model.head=3", status=1)
+  assert 'Did you mean "heads"' in text and "Traceback" not in text
+  text = call(*main, *call.flags, "--config.seed=5", status=1)
+  assert "seed: 0 there, 5 here" in text and "Traceback" not in text
