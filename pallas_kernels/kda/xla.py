@@ -2,8 +2,9 @@
 
 Chunks of 64 tokens (32 for narrow heads) meet only in the state. Within a
 chunk, tokens meet in tiles of 16, and every tile pair is one dense matmul of
-decayed queries and keys. With a bounded decay that holds for diagonal tiles too; the unbounded
-gate pays for its diagonal tiles with one exponent a token pair and channel.
+decayed queries and keys. With a bounded decay that holds for diagonal tiles
+too; the unbounded gate pays for its diagonal tiles with one exponent a token
+pair and channel.
 """
 import functools
 import math
