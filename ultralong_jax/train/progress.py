@@ -16,8 +16,8 @@ class Log:
   """Writes what the loop reports.
 
   Attributes:
-    seconds: training time so far, earlier parts of the run included; what
-      pause() brackets (evaluation) and all before the first step is not in it.
+    seconds: training time so far, earlier parts of the run included;
+      evaluation, between pause() and resume(), is not in it.
   """
 
   def __init__(self, workdir, c, *, start: int, steps: int, seconds: float,
@@ -123,7 +123,8 @@ def _bar(start: int, steps: int):
     return None
   bar = progress.Progress(
       progress.TextColumn("step {task.completed}/{task.total}"),
-      progress.BarColumn(bar_width=20), progress.TextColumn("{task.fields[text]}"),
+      progress.BarColumn(bar_width=20),
+      progress.TextColumn("{task.fields[text]}"),
       console=console.Console(), refresh_per_second=2)
   bar.add_task("train", total=steps, completed=start, text="first step")
   bar.start()
