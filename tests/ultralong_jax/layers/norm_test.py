@@ -8,10 +8,10 @@ from ultralong_jax.layers import norm
 
 
 def test_mean_square_is_one_at_every_magnitude():
-  x = jax.random.normal(jax.random.key(0), (3, 5, 64))
+  x = np.random.default_rng(0).normal(size=(3, 5, 64)).astype(np.float32)
   for magnitude in (1e-1, 1., 1e6):
-    y = norm.rms_norm(magnitude * x, jnp.ones(64), 1e-5)
-    np.testing.assert_allclose(jnp.mean(y * y, -1), 1., rtol=2e-3)
+    y = np.asarray(norm.rms_norm(magnitude * x, np.ones(64), 1e-5))
+    np.testing.assert_allclose(np.mean(y * y, -1), 1., rtol=2e-3)
 
 
 def test_zero_stays_zero_with_a_finite_gradient():
@@ -30,7 +30,7 @@ def test_bfloat16_is_normalised_in_float32():
 
 
 def test_module_holds_one_scale_per_channel():
-  x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+  x = np.random.default_rng(1).normal(size=(2, 3, 16)).astype(np.float32)
   module = norm.RMSNorm(epsilon=1e-3)
   variables = module.init(jax.random.key(2), x)
   np.testing.assert_array_equal(variables["params"]["scale_D"], np.ones(16))
