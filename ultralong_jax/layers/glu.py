@@ -1,5 +1,7 @@
 """Gated linear units: the bounded SiTU of Kimi K3, and SwiGLU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -23,10 +25,41 @@ def situ(gate, up, gate_bound=4., up_bound=25.):
     f: shape and dtype of `gate`. Computed in float32: a bfloat16 tanh is not
       accurate enough to train through.
   """
-  gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
-  capped = gate_bound * jnp.tanh(gate32 / gate_bound)
-  f = capped * jax.nn.sigmoid(gate32) * up_bound * jnp.tanh(up32 / up_bound)
+  return _situ(gate, up, gate_bound, up_bound)
+
+
+def _branches(gate, up, gate_bound, up_bound):
+  """The three factors of f but for the bounds, in float32."""
+  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+  return (jnp.tanh(gate / gate_bound), jax.nn.sigmoid(gate),
+          jnp.tanh(up / up_bound))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _situ(gate, up, gate_bound, up_bound):
+  capped, open_, value = _branches(gate, up, gate_bound, up_bound)
+  f = gate_bound * capped * open_ * up_bound * value
   return f.astype(gate.dtype)
+
+
+def _situ_fwd(gate, up, gate_bound, up_bound):
+  # Only the inputs are kept: automatic differentiation would keep five
+  # float32 arrays of their shape, and the factors are cheap to have again.
+  return _situ(gate, up, gate_bound, up_bound), (gate, up)
+
+
+def _situ_bwd(gate_bound, up_bound, residuals, d_f):
+  gate, up = residuals
+  capped, open_, value = _branches(gate, up, gate_bound, up_bound)
+  d_f = d_f.astype(jnp.float32)
+  slope = open_ * (1. - capped * capped
+                   + gate_bound * capped * (1. - open_))
+  d_gate = d_f * slope * up_bound * value
+  d_up = d_f * gate_bound * capped * open_ * (1. - value * value)
+  return d_gate.astype(gate.dtype), d_up.astype(up.dtype)
+
+
+_situ.defvjp(_situ_fwd, _situ_bwd)
 
 
 def swiglu(gate, up):
