@@ -256,16 +256,16 @@ class LatentExperts(nn.Module):
                         self._weight("w_compress_DR", width, rank, dtype))
     inner = self.experts, rank, self.hidden
     outer = self.experts, self.hidden, rank
-    z_XR = mix(
+    y_XD = mix(
         z_XR, self._weight("w_gate_ERF", *inner, dtype),
         self._weight("w_up_ERF", *inner, dtype),
         self._weight("w_down_EFR", *outer, dtype),
         choice_XA, weight_XA, self.glu, self.implementation).astype(dtype)
     if self.latent:
-      z_XR = norm.RMSNorm(self.epsilon, name="latent_norm")(z_XR)
-      z_XR = jnp.einsum("XR,RD->XD", z_XR,
+      u_XR = norm.RMSNorm(self.epsilon, name="latent_norm")(y_XD)
+      y_XD = jnp.einsum("XR,RD->XD", u_XR,
                         self._weight("w_expand_RD", rank, width, dtype))
-    y_BTD = z_XR.reshape(x_BTD.shape)
+    y_BTD = y_XD.reshape(x_BTD.shape)
     if self.shared:
       y_BTD += glu.GatedUnit(self.shared * self.hidden, self.glu,
                              name="shared")(x_BTD)
