@@ -130,12 +130,14 @@ def terms(options, tokens, marks, gate):
   q_NBGCK, k_NBGCK, v_NBGCV, g_NBGCK, beta_NBGC = inputs.prepare(
       *tokens, real, *gate, **options._asdict(), heads_axis=-3)
   precision = _precision(tokens.q.dtype)
-  sum_NBGCK = _cumulative(g_NBGCK)
+  same = None
+  if marks is not None:
+    same = marks.documents[..., None] == marks.documents[:, :, None]
+  sum_NBGCK = _cumulative(g_NBGCK, same)
   last_NBGK = sum_NBGCK[..., -1, :]
   att, mix = _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, options.floor, precision)
   causal = _lift(np.tri(att.shape[-1], dtype=bool), att)
-  if marks is not None:
-    same = marks.documents[..., None] == marks.documents[:, :, None]
+  if same is not None:
     causal = causal & same[:, :, None]
   att_NBGCJ = jnp.where(causal, att, 0)
   strict = causal & ~_lift(np.eye(att.shape[-1], dtype=bool), att)
@@ -176,7 +178,7 @@ def _states(t, s_BGKV, einsum):
   """
   key = s_BGKV.shape[-2]
   both = einsum("NBGCK,NBGCV->NBGKV", t.key_NBGCK, t.solved_NBGCV)
-  step_NBGKJ = t.keep_NBGK[..., None] * _lift(np.eye(key), both) - both[
+  step_NBGKJ = t.keep_NBGK[..., None] * _lift(np.eye(key, dtype=both.dtype), both) - both[
       ..., :key]
 
   def chunk(s_BGKV, xs):
@@ -226,10 +228,34 @@ def _backward(options, tokens, marks, gate, s_BGKV, do_NBGCV, ds_BGKV):
   return dtokens, dgate, ds_BGKV
 
 
-def _cumulative(g_NBGCK):
-  """Inclusive sum over a chunk, as a matmul: faster than cumsum on CPU."""
+@jax.custom_vjp
+def _cumulative(g_NBGCK, same_NBCJ):
+  """Inclusive sum over a chunk, as a matmul: faster than cumsum on CPU.
+
+  The sum runs over documents, since only differences inside one are used. For
+  the same reason gradients of other documents' sums add up to zero; leaving
+  them out makes that zero exact.
+  """
   lower_CJ = np.tri(g_NBGCK.shape[-2], dtype=g_NBGCK.dtype)
+  del same_NBCJ
   return jnp.einsum("CJ,NBGJK->NBGCK", lower_CJ, g_NBGCK, precision="highest")
+
+
+def _cumulative_fwd(g_NBGCK, same_NBCJ):
+  return _cumulative(g_NBGCK, same_NBCJ), same_NBCJ
+
+
+def _cumulative_bwd(same_NBCJ, dsum_NBGCK):
+  lower_CJ = np.tri(dsum_NBGCK.shape[-2], dtype=dsum_NBGCK.dtype)
+  if same_NBCJ is None:
+    return jnp.einsum("CJ,NBGCK->NBGJK", lower_CJ, dsum_NBGCK,
+                      precision="highest"), None
+  lower_NBCJ = jnp.where(same_NBCJ, _lift(lower_CJ, same_NBCJ), 0)
+  return jnp.einsum("NBCJ,NBGCK->NBGJK", lower_NBCJ, dsum_NBGCK,
+                    precision="highest"), None
+
+
+_cumulative.defvjp(_cumulative_fwd, _cumulative_bwd)
 
 
 def _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, floor, precision):
@@ -285,7 +311,8 @@ def _diagonal(q_YIK, k_YIK, sum_YIK):
     tile_YIJ = jnp.sum(x_YIK[..., :, None, :] * key_YIJK, axis=-1)
     tiles = tile_YIJ.shape[-3]
     spread = tile_YIJ[..., None, :]
-    spread *= _lift(np.eye(tiles)[:, None, :, None], spread)
+    spread *= _lift(np.eye(tiles, dtype=spread.dtype)[:, None, :, None],
+                    spread)
     out.append(spread.reshape(*tile_YIJ.shape[:-3], tiles * TILE,
                               tiles * TILE))
   return out
@@ -371,8 +398,7 @@ def _sandwich(a_CJ, b_CJ, c_CJ):
 
 def _lift(x, like):
   """Adds leading axes of one, up to the rank of `like`."""
-  return jnp.asarray(x.reshape((1,) * (like.ndim - x.ndim) + x.shape),
-                     x.dtype if x.dtype == bool else like.dtype)
+  return jnp.asarray(x.reshape((1,) * (like.ndim - x.ndim) + x.shape))
 
 
 def _dtype(tokens):
