@@ -128,14 +128,19 @@ class Hybrid(nn.Module):
   def features(self, tokens_BT, segment_ids_BT=None, positions_BT=None,
                state=None):
     """As `__call__`, but returns what the unembedding reads: hidden_BTD."""
+    x_BTD = self.w_embed_WD.astype(self.dtype).at[tokens_BT].get(
+        mode="fill", fill_value=jnp.nan)  # ids past the vocabulary show
+    return self.decode(x_BTD, segment_ids_BT, positions_BT, state)
+
+  def decode(self, x_BTD, segment_ids_BT=None, positions_BT=None, state=None):
+    """As `features`, from embeddings instead of tokens."""
     if segment_ids_BT is None:
-      segment_ids_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+      segment_ids_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
       if state is not None:
         segment_ids_BT *= jnp.maximum(state.segment_id_B, 1)[:, None]
     documents_BT, continues_B = number_documents(segment_ids_BT, state)
     if positions_BT is None:
       positions_BT = count_positions(documents_BT, continues_B, state)
-    x_BTD = self.w_embed_WD.astype(self.dtype)[tokens_BT]
     x_BTD, layers = self.stack(
         x_BTD, (documents_BT, positions_BT, continues_B),
         None if state is None else state.layers)

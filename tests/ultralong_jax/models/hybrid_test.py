@@ -1,0 +1,216 @@
+"""The decoder's properties: causal, walled, and the same however split."""
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import common
+from ultralong_jax.models import depth_plan, hybrid
+
+T = 40
+# Row 0: three documents, the last going on to the end; row 1: padding.
+SEGMENTS = np.asarray([[1] * 11 + [2] * 9 + [3] * 20,
+                       [1] * 23 + [2] * 10 + [0] * 7], np.int32)
+
+
+def sizes(**changes):
+  c = dict(common.model())
+  c.update(vocab=40, width=16, layers=4, pattern="dm", heads=2, key_width=8,
+           value_width=4, latent_heads=2, latent_key_width=4,
+           latent_shared_width=4, latent_value_width=4, latent_rank=8,
+           dense_hidden=16, experts=4, expert_hidden=8, expert_latent=8,
+           block_layers=1, dtype="float32")
+  # block_layers=1: layers 1 and 3 equal, 2 not: nothing is scanned.
+  c.update(changes)
+  return c
+
+
+def settle(variables):
+  """Moves what starts at zero or one, so that it counts in the tests."""
+  leaves, tree = jax.tree.flatten(variables)
+  keys = jax.random.split(jax.random.key(7), len(leaves))
+  return jax.tree.unflatten(tree, [
+      x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
+
+
+@pytest.fixture(scope="module", params=["unrolled", "scanned", "residual"])
+def setup(request):
+  changes = dict(
+      unrolled=dict(layers=2, query_rank=6),
+      scanned=dict(layers=5, pattern="m" * 5, block_layers=2,
+                   remat="layer"),
+      residual=dict(layers=5, pattern="dmmmm", depth="residual",
+                    expert_latent=0, latent_gate=False))[request.param]
+  model = hybrid.Hybrid(**sizes(**changes))
+  tokens = jax.random.randint(jax.random.key(0), (2, T), 0, 40)
+  variables = settle(jax.jit(model.init)(jax.random.key(1), tokens))
+  apply = jax.jit(lambda *args: model.apply(variables, *args))
+  return model, variables, tokens, apply
+
+
+def real(x, segments=SEGMENTS):
+  return np.where(segments[..., None] > 0, np.asarray(x), 0)
+
+
+def test_any_split_gives_the_same_logits_and_state(setup):
+  model, _, tokens, apply = setup
+  whole, end = apply(tokens, SEGMENTS, None, hybrid.empty_state(model, 2, T))
+  alone, _ = apply(tokens, SEGMENTS, None, None)
+  np.testing.assert_allclose(real(whole), real(alone), atol=2e-5)
+  # Inside documents, at a border (20), and where a row ended before (35).
+  for size in (20, 5):
+    state, parts = hybrid.empty_state(model, 2, T), []
+    for start in range(0, T, size):
+      stop = start + size
+      logits, state = apply(tokens[:, start:stop], SEGMENTS[:, start:stop],
+                            None, state)
+      parts.append(logits)
+    np.testing.assert_allclose(real(np.concatenate(parts, 1)), real(whole),
+                               atol=2e-5)
+    chex.assert_trees_all_close(state, end, atol=2e-5)
+
+
+def test_token_by_token_gives_the_same(setup):
+  model, _, tokens, apply = setup
+  whole, end = apply(tokens, SEGMENTS, None, hybrid.empty_state(model, 2, T))
+  state, parts = hybrid.empty_state(model, 2, T), []
+  for t in range(T):
+    logits, state = apply(tokens[:, t:t + 1], SEGMENTS[:, t:t + 1], None,
+                          state)
+    parts.append(logits)
+  np.testing.assert_allclose(real(np.concatenate(parts, 1)), real(whole),
+                             atol=2e-5)
+  chex.assert_trees_all_close(state, end, atol=2e-5)
+  np.testing.assert_array_equal(state.length_B, [40, 33])
+  np.testing.assert_array_equal(state.position_B, [19, 9])
+
+
+def test_other_documents_and_the_future_have_no_gradient(setup):
+  model, variables, tokens, _ = setup
+  x_BTD = variables["params"]["w_embed_WD"][tokens]
+
+  def loss(x_BTD, weight_BT):
+    hidden, _ = model.apply(variables, x_BTD, SEGMENTS, method="decode")
+    return jnp.sum(hidden**2 * weight_BT[..., None])
+
+  grad = jax.jit(jax.grad(loss))
+  for row, first, last in ((0, 11, 15), (1, 23, 32)):
+    weight = np.zeros((2, T), np.float32)
+    weight[row, last] = 1
+    dx = np.array(grad(x_BTD, weight))
+    assert np.abs(dx[row, first:last + 1]).min(axis=-1).max() > 0
+    dx[row, first:last + 1] = 0
+    assert not dx.any()
+
+
+def test_padding_and_other_rows_change_nothing(setup):
+  model, variables, tokens, apply = setup
+  def features(tokens, segments):
+    return model.apply(variables, tokens, segments, mutable=["statistics"])
+  (logits, _), out = jax.jit(features)(tokens, SEGMENTS)
+  other = tokens.at[1, 33:].set(5).at[0].set(3)
+  (changed, _), _ = jax.jit(features)(other, SEGMENTS)
+  np.testing.assert_allclose(logits[1, :33], changed[1, :33], atol=1e-6)
+  (_, _), padded = jax.jit(features)(tokens.at[1, 33:].set(5), SEGMENTS)
+  chex.assert_trees_all_equal(out["statistics"], padded["statistics"])
+
+
+def test_padding_row_returns_its_state(setup):
+  model, _, tokens, apply = setup
+  _, state = apply(tokens, SEGMENTS, None, hybrid.empty_state(model, 2, T))
+  _, after = apply(tokens[:, :3], np.zeros((2, 3), np.int32), None, state)
+  chex.assert_trees_all_equal(state, after)
+
+
+def test_outgrown_state_shows(setup):
+  model, _, tokens, apply = setup
+  logits, state = apply(tokens, SEGMENTS, None,
+                        hybrid.empty_state(model, 2, 36))
+  assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+  np.testing.assert_array_equal(state.length_B, [40, 33])
+
+
+def test_ids_past_the_vocabulary_show(setup):
+  *_, tokens, apply = setup
+  logits, _ = apply(tokens.at[0, 3].set(40), SEGMENTS, None, None)
+  assert np.isnan(logits[0, 3]).all() and np.isfinite(logits[1]).all()
+
+
+def test_statistics_and_router_are_untouched_in_evaluation(setup):
+  model, variables, tokens, _ = setup
+  _, written = model.apply(variables, tokens, SEGMENTS, mutable=["other"])
+  assert not written
+  assert set(variables) == {"params", "router"}
+
+
+def test_zero_queries_average_the_sources():
+  """Block attention with zero queries is a mean, so scale does not matter."""
+  model = hybrid.Hybrid(**sizes(layers=2))
+  tokens = jnp.zeros((1, 8), jnp.int32)
+  params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+  stack = params["stack"]
+  # The first attention reads the embedding alone and has no query.
+  assert "attention_mix" not in stack["block_0"]["layer_0"]
+  assert "attention_mix" in stack["block_1"]["layer_1"]
+  assert "output_mix" in stack
+
+
+@pytest.mark.parametrize("depth", ["residual", "block_attention"])
+def test_depth_costs_no_program(depth):
+  def lines(layers):
+    model = hybrid.Hybrid(**sizes(layers=layers, pattern="dddm", depth=depth,
+                                  block_layers=4, remat="layer"))
+    tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def loss(params, router, tokens):
+      logits, _ = model.apply(dict(params=params, router=router), tokens)
+      return jnp.sum(logits)
+
+    text = jax.jit(jax.grad(loss)).lower(**variables, tokens=tokens).as_text()
+    return text.count("\n")
+
+  assert lines(40) < 1.02 * lines(16)
+
+
+@pytest.mark.slow
+def test_depth_mix_costs_little_memory_beside_plain_residuals():
+  def peak(depth):
+    model = hybrid.Hybrid(**sizes(layers=32, pattern="m", depth=depth,
+                                  width=64, block_layers=8, remat="layer",
+                                  experts_per_token=1, dense_layers=0))
+    tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def loss(params, router, tokens):
+      hidden, _ = model.apply(dict(params=params, router=router), tokens,
+                              method="features")
+      return jnp.sum(hidden)
+
+    grad = jax.jit(jax.grad(loss)).lower(**variables, tokens=tokens)
+    return grad.compile().memory_analysis().temp_size_in_bytes
+
+  one = 2048 * 64 * 4  # bytes of B T D
+  # The scan over blocks keeps a buffer of blocks + 1 sums a block: 20 here.
+  assert peak("block_attention") < peak("residual") + 40 * one
+
+
+def test_plan_names_every_layer_once():
+  plan = depth_plan.plan("dddm", 93, 1, 12)
+  paths = depth_plan.layer_paths(plan)
+  assert len(paths) == 93 and len(set(paths)) == 93
+  assert [name for name, *_ in plan] == ["block_0", "blocks_1", "block_7"]
+  traced = sum(len(group) for _, block, _ in plan for _, group, _ in block)
+  assert traced <= 20
+
+
+@pytest.mark.parametrize("layers, block", [(1, 1), (4, 2), (7, 3), (24, 8)])
+def test_plan_covers_the_pattern(layers, block):
+  plan = depth_plan.plan("ddm", layers, 1, block)
+  kinds = []
+  for _, groups, block_repeats in plan:
+    one = [kind for _, group, repeats in groups
+           for _ in range(repeats) for _, kind, _ in group]
+    kinds += one * block_repeats
+  assert "".join(kinds) == ("ddm" * layers)[:layers]
