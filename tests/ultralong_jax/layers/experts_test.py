@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from ultralong_jax.layers import balance, experts
 
@@ -245,6 +246,41 @@ def test_statistics_are_frozen_unless_asked_for_and_start_at_zero():
   new = balance.update(variables["router"], statistics, A)
   _, second = apply(module, variables | {"router": new}, X_BTD, VALID_BT)
   assert np.ptp(second["load_E"]) < np.ptp(statistics["load_E"])
+
+
+class Stack(nn.Module):
+  """Two layers of experts under scan and remat, as a model stacks them."""
+
+  @nn.compact
+  def __call__(self, x_BTD):
+    def body(module, x_BTD, _):
+      return x_BTD + module(x_BTD, VALID_BT), None
+
+    scan = nn.scan(nn.remat(body), length=2, variable_axes={
+        "params": 0, "router": 0, "statistics": 0}, split_rngs={
+            "params": True})
+    return scan(layer(name="experts"), x_BTD, None)[0]
+
+
+def test_recomputed_layers_count_once():
+  module = Stack()
+  shapes = jax.eval_shape(module.init, jax.random.key(0), X_BTD)
+  variables = jax.tree.map(lambda a: normal(9, *a.shape) / 5, shapes)
+
+  @jax.jit
+  def backward(params):
+    def loss(params):
+      y_BTD, written = module.apply(variables | {"params": params}, X_BTD,
+                                    mutable=["statistics"])
+      return jnp.sum(y_BTD ** 2), written["statistics"]
+    return jax.grad(loss, has_aux=True)(params)
+
+  d, statistics = backward(variables["params"])
+  assert all(np.any(leaf) for leaf in jax.tree.leaves(d))
+  load_LE = np.asarray(statistics["experts"]["load_E"])
+  assert load_LE.shape == (2, E) and (load_LE.sum(1) == A * 26).all()
+  new = balance.update(variables["router"], statistics, A)
+  assert new["experts"]["threshold_E"].shape == (2, E)
 
 
 def test_the_router_learns_and_its_thresholds_do_not():
