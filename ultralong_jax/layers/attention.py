@@ -37,7 +37,7 @@ def causal_attention(q_BTHK, k_BSHK, v_BSHV, documents_BT, documents_BS=None,
     k_shared_BSU: the last U channels of the key, the same for all heads.
     index_BT: which key is the query's own; None counts from 0.
     scale: of the logits; None is the queries' width ** -0.5.
-    block: queries and keys a block; None lets `block_size` choose.
+    block: queries and keys a block; None lets `block_sizes` choose.
     implementation: "" chooses; "blockwise" or "reference".
 
   Returns:
@@ -96,9 +96,17 @@ def reference_attention(q_BTHK, k_BSHK, v_BSHV, documents_BT, documents_BS,
   return jnp.where(row_BT[..., None, None], o_BTHV, 0).astype(dtype)
 
 
-def block_size(queries):
-  """Rows and columns of the logits that exist at once, by measurement."""
-  return 128 if queries <= 1024 else 512
+def block_sizes(queries):
+  """Rows and columns of the logits that exist at once, by measurement.
+
+  On a CPU what matters is that they stay in its caches; a few queries (a
+  decoding step) take their keys in larger bites.
+  """
+  if jax.default_backend() != "cpu":
+    return 512, 512
+  if queries > 1024:
+    return 256, 256
+  return 128, 128 if queries > 64 else 512
 
 
 def _to_heads(k_BSU, heads, axis):
@@ -263,8 +271,9 @@ def _for_matmul(tree):
 
 def _blocks(block, q_BHTK, documents_BS):
   """Queries and keys a block, no more than there are."""
-  block = block or block_size(q_BHTK.shape[2])
-  return min(block, q_BHTK.shape[2]), min(block, documents_BS.shape[1])
+  queries, keys = q_BHTK.shape[2], documents_BS.shape[1]
+  block_C, block_J = (block, block) if block else block_sizes(queries)
+  return min(block_C, queries), min(block_J, keys)
 
 
 def _split(block, *arrays):

@@ -28,6 +28,7 @@ def make(heads, K, V, U, documents, dtype=jnp.float32, seed=0):
   """Random queries, keys, values, shared keys, and the documents."""
   documents_BT = jnp.asarray(documents, jnp.int32)
   rng = np.random.default_rng(seed)
+
   def normal(*shape):
     return jnp.asarray(rng.normal(size=documents_BT.shape + shape), dtype)
   shared = normal(U) if U else None
@@ -139,7 +140,8 @@ def test_queries_may_start_anywhere_among_the_keys():
   arrays, documents_BT = make(*SHAPES["packed"][:-1])
   whole_BTHV = with_gradients(arrays, documents_BT, block=8)[0]
   start_B = np.array([32, 17])
-  index_BT = jnp.asarray(start_B[:, None] + np.arange(9), jnp.int32)  # 9 queries
+  index_BT = jnp.asarray(start_B[:, None] + np.arange(9), jnp.int32)
+
   def take(a):
     return jax.vmap(lambda a, index: a[index])(a, index_BT)
   o_BTHV = attention.causal_attention(
@@ -159,6 +161,7 @@ def test_huge_logits_stay_finite(dtype):
 def test_memory_is_linear_in_context():
   """Far below what the logits of one head would take."""
   tokens, heads = 32_768, 4
+
   def of(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct((1, tokens, *shape), dtype)
   def loss(q_BTHK, k_BSHK, v_BSHV, k_shared_BSU, documents_BT):

@@ -141,6 +141,7 @@ def test_padding_and_overflow_write_nothing():
 def test_gradients_do_not_depend_on_the_form():
   """Also through the state, whose keys are expanded block by block."""
   layer, variables, x_BTD, documents_BT = make()
+
   def gradients(state):
     def loss(variables, x_BTD):
       y_BTD, _ = apply(layer, variables, x_BTD, documents_BT, state)
