@@ -269,6 +269,7 @@ class LatentExperts(nn.Module):
     if self.shared:
       y_BTD += glu.GatedUnit(self.shared * self.hidden, self.glu,
                              name="shared")(x_BTD)
+    # Zero here, so no gradient reaches padding, its router scores included.
     return jnp.where(valid_BT[..., None], y_BTD, 0)
 
   def _weight(self, name, *shape_and_dtype):
@@ -286,7 +287,6 @@ class LatentExperts(nn.Module):
     choice_XA, cutoff_X = router.choose(s_XE, threshold_E,
                                         self.experts_per_token)
     weight_XA = router.weights(s_XE, choice_XA, self.scale)
-    weight_XA = jnp.where(valid_X[:, None], weight_XA, 0.)
     if (self.is_mutable_collection("statistics")
         and not self.is_initializing()):
       self._count("histogram_EZ", balance.histogram(
