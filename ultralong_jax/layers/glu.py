@@ -56,7 +56,10 @@ def _situ_bwd(gate_bound, up_bound, residuals, d_f):
                    + gate_bound * capped * (1. - open_))
   d_gate = d_f * slope * up_bound * value
   d_up = d_f * gate_bound * capped * open_ * (1. - value * value)
-  return d_gate.astype(gate.dtype), d_up.astype(up.dtype)
+  # Weight gradients read these transposed. Without the barrier XLA's CPU
+  # backend computes the tanh once more for them, column by column.
+  return jax.lax.optimization_barrier(
+      (d_gate.astype(gate.dtype), d_up.astype(up.dtype)))
 
 
 _situ.defvjp(_situ_fwd, _situ_bwd)
