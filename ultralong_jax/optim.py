@@ -1,5 +1,6 @@
 """Optimisers and schedules: what updates a parameter follows from its name."""
 
+import math
 import re
 from typing import Callable, NamedTuple
 
@@ -98,19 +99,13 @@ def table(params, name: str = "muon") -> str:
 def _blocks(shape, axes) -> str:
   """"24 of 256x32": the matrices that are orthogonalised alone."""
   rows, columns = _matrix(shape, axes)
-  total = 1
-  for size in shape:
-    total *= size
-  return f"{total // (rows * columns)} of {rows}x{columns}"
+  return f"{math.prod(shape) // (rows * columns)} of {rows}x{columns}"
 
 
-def _matrix(shape, axes):
-  rows = columns = 1
-  for axis in axes.reduction_axis:
-    rows *= shape[axis]
-  for axis in axes.output_axis:
-    columns *= shape[axis]
-  return rows, columns
+def _matrix(shape, axes) -> tuple[int, int]:
+  """Size of the matrices that are orthogonalised alone."""
+  return (math.prod(shape[axis] for axis in axes.reduction_axis),
+          math.prod(shape[axis] for axis in axes.output_axis))
 
 
 def schedule(config, steps: int) -> Callable:

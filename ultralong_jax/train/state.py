@@ -17,7 +17,8 @@ class TrainState:
     router: thresholds of the experts; moved by balancing, not by gradients.
       Empty for a model without experts.
     step: int32, batches taken in, skipped ones included.
-    rng: key of the run; the step folds `step` into it where it draws.
+    rng: key of the run, untyped (uint32 [2]) so that it is saved like any
+      array; whoever draws folds `step` into it.
   """
   params: Any
   opt_state: Any
@@ -32,7 +33,7 @@ def create(variables, optimizer, rng) -> TrainState:
   Args:
     variables: of `model.init`; collections params and, with experts, router.
     optimizer: of `optim.make`.
-    rng: a typed key.
+    rng: an untyped key, of `jax.random.PRNGKey`.
   """
   unknown = set(variables) - {"params", "router"}
   if unknown:

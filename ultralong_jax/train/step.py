@@ -135,8 +135,8 @@ def _summary(statistics) -> dict:
            if path[-1] == "load_E"]
   if loads:
     load_LE = jnp.concatenate(loads).astype(jnp.float32)
-    mean_L = jnp.mean(load_LE, axis=1, keepdims=True)
-    metrics["load"] = load_LE / jnp.maximum(mean_L, 1e-6)
+    mean_L = jnp.maximum(jnp.mean(load_LE, axis=1), 1e-6)
+    metrics["load"] = load_LE / mean_L[:, None]
     metrics["load_max_over_mean"] = jnp.max(metrics["load"])
   # Sums over tokens, with or without leading axes of stacked layers.
   decays = [x / jnp.maximum(leaves[(*path[:-1], "sampled")], 1)[
