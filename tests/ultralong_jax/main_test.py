@@ -152,3 +152,10 @@ def test_wrong_flags_are_explained_in_a_line(call, unbroken):
   assert 'Did you mean "heads"' in text and "Traceback" not in text
   text = call(*main, *call.flags, "--config.seed=5", status=1)
   assert "seed: 0 there, 5 here" in text and "Traceback" not in text
+
+
+def test_other_data_is_refused_by_its_difference(call, unbroken):
+  other = [flag for flag in call.flags if "data.path" not in flag]
+  text = call("-m", "ultralong_jax.main", "--workdir", unbroken, *other,
+              "--config.data.path=configs", status=1)
+  assert "trained on other data" in text and "data.bytes: saved" in text

@@ -138,7 +138,8 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
               "training")
     log.resume()
 
-  with contextlib.closing(log), contextlib.closing(checkpoints):
+  with (contextlib.closing(log), contextlib.closing(checkpoints),
+        contextlib.closing(batches)):
     log.resume()
     waiting = None  # metrics of the step before, maybe still computed
     for step in range(start + 1, config.steps + 1):
@@ -169,7 +170,6 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
       if stop():
         break
     evaluate(int(state.step))
-    batches.close()
 
 
 def due(every: int, step: int) -> bool:
