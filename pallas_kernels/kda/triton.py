@@ -1,0 +1,292 @@
+"""KDA with a bounded decay on Hopper GPUs through jax-triton: the host side.
+
+Keeps, for the backward pass, the inputs, the outputs, and of each chunk the
+state before it, its writes and its two C x C matrices, in the inputs' dtype;
+all else is computed again.
+"""
+import functools
+import importlib.util
+import inspect
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda import inputs, triton_config
+
+CHUNK = 64
+WIDTHS = (64, 128, 256)
+# Channels that a program of the parallel kernels holds at a time. With the 64
+# tokens of a chunk, more than 4 warps would only repeat each other's work.
+KEYS = 32
+VALUES = 64
+WARPS = 4
+
+
+class Static(NamedTuple):
+  """What is fixed when a kernel is compiled."""
+  floor: float
+  scale: float
+  gate: bool
+  normalize: bool
+  sigmoid: bool
+  documents: bool
+  config: triton_config.Config
+
+
+def unsupported(q, v, *, floor):
+  """Why these kernels cannot run, or None."""
+  for package in ("triton", "jax_triton"):
+    if importlib.util.find_spec(package) is None:
+      return f"{package} is not installed"
+  device = jax.devices()[0]
+  if device.platform != "gpu":
+    return f"the device is {device.platform}, not an NVIDIA GPU"
+  capability = str(getattr(device, "compute_capability", "unknown"))
+  if not capability.startswith("9."):
+    return (f"the GPU has compute capability {capability}; the blocks are "
+            "chosen for Hopper's shared memory (9.0)")
+  return unsupported_shape(q, v, floor)
+
+
+def unsupported_shape(q, v, floor):
+  """Why no device could run this call, or None."""
+  if floor is None:
+    return "the decay is unbounded: floor is None"
+  if q.dtype not in (jnp.bfloat16, jnp.float32):
+    return f"q is {q.dtype}, neither bfloat16 nor float32"
+  for name, width in (("key", q.shape[-1]), ("value", v.shape[-1])):
+    if width > WIDTHS[-1]:
+      return f"{name} width {width} is above {WIDTHS[-1]}"
+  return None
+
+
+def kda(q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG, *, a_log, dt_bias, floor,
+        normalize_qk, sigmoid_beta, scale, initial_state, segment_ids,
+        config=None):
+  """Runs the gated delta rule in chunks of 64. Arguments: see api.kda.
+
+  `config` overrides the blocks that `triton_config` chooses.
+  """
+  batch, time, groups, value = v_BTGV.shape
+  key = q_BTHK.shape[-1]
+  wide_key, wide_value = _width(key), _width(value)
+  if config is None:
+    config = triton_config.choose(
+        jax.devices()[0].device_kind, batch, time, groups, wide_key,
+        wide_value, q_BTHK.dtype.name, floor)
+  static = Static(float(floor), float(scale), a_log is not None, normalize_qk,
+                  sigmoid_beta, segment_ids is not None, config)
+  if a_log is None:
+    a_log = jnp.zeros(groups, jnp.float32)
+    dt_bias = jnp.zeros((groups, key), jnp.float32)
+  if initial_state is None:
+    initial_state = jnp.zeros((batch, groups, key, value), jnp.float32)
+  tokens = (_pad(q_BTHK, wide_key), _pad(k_BTHK, wide_key),
+            _pad(v_BTGV, wide_value), _pad(decay_BTGK, wide_key), beta_BTG)
+  gate = (a_log.astype(jnp.float32),
+          _pad(dt_bias.astype(jnp.float32), wide_key))
+  s_BGKV = jnp.pad(initial_state.astype(jnp.float32),
+                   ((0, 0), (0, 0), (0, wide_key - key),
+                    (0, wide_value - value)))
+  o_BTGV, s_BGKV = _kda(static, tokens, gate, s_BGKV,
+                        _codes(segment_ids, time))
+  return o_BTGV[..., :value], s_BGKV[:, :, :key, :value]
+
+
+def launch(kernel, arrays, outputs, grid, *, warps, stages=1, **constants):
+  """Calls a Triton kernel: jax-triton 0.3 (out_shape) or 0.4 (out_type)."""
+  import jax_triton
+  names = inspect.signature(jax_triton.triton_call).parameters
+  out = {"out_type" if "out_type" in names else "out_shape": outputs}
+  return jax_triton.triton_call(
+      *arrays, kernel=kernel, grid=grid, num_warps=warps, num_stages=stages,
+      **out, **constants)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda(static, tokens, gate, s_BGKV, code):
+  size = size_of(tokens)
+  solved = solve(static, size, tokens, gate, code)
+  made = expand(static, size, tokens, gate, code, tokens[2], solved)
+  return walk(static, size, made, solved[0], s_BGKV, tokens[2].dtype)[:2]
+
+
+def _kda_fwd(static, tokens, gate, s_BGKV, code):
+  size = size_of(tokens)
+  solved = solve(static, size, tokens, gate, code)
+  made = expand(static, size, tokens, gate, code, tokens[2], solved)
+  o, final, states, writes = walk(static, size, made, solved[0], s_BGKV,
+                                  tokens[2].dtype, save=True)
+  return (o, final), (tokens, gate, code, solved, states, writes, o)
+
+
+def _kda_bwd(static, residuals, cotangents):
+  tokens, gate, code, solved, states, writes, o = residuals
+  do, d_final = cotangents
+  size = size_of(tokens)
+  made = expand(static, size, tokens, gate, code, do, solved, backward=True)
+  d_states, d_writes, d_first = walk_back(static, size, made, do, d_final)
+  dv, d_beta, *pairs = meet(static, size, tokens, code, o, do, writes,
+                            d_writes, solved[1])
+  dq, dk, dz, d_rate, d_bias = gradient(
+      static, size, tokens, gate, code, do, dv, states, d_states, writes,
+      solved[2], *pairs)
+  if size["H"] != size["G"]:
+    dq, dk = (jnp.sum(x.reshape(*x.shape[:2], size["H"], -1, x.shape[-1]), 3)
+              for x in (dq, dk))
+  d_gate = tuple(jnp.zeros_like(x) for x in gate)
+  if static.gate:
+    d_gate = (jnp.sum(d_rate, axis=(0, 1, 3)), jnp.sum(d_bias, axis=(0, 1)))
+  d_tokens = tuple(x.astype(y.dtype)
+                   for x, y in zip((dq, dk, dv, dz, d_beta), tokens))
+  return d_tokens, d_gate, d_first, None
+
+
+_kda.defvjp(_kda_fwd, _kda_bwd)
+
+
+def solve(static, size, tokens, gate, code):
+  """Launches triton_kernel.solve: A, M and row factors of all chunks."""
+  from pallas_kernels.kda import triton_kernel
+  q, k, _, decay, beta = tokens
+  b, g, n = (size[x] for x in "BGN")
+  pairs = jax.ShapeDtypeStruct((b, g, n, CHUNK, CHUNK), q.dtype)
+  return launch(triton_kernel.solve, (q, k, decay, beta, *gate, code),
+                (pairs, pairs, _rows(size)), (g, n, b), warps=WARPS,
+                **_constants(static, size))
+
+
+def expand(static, size, tokens, gate, code, values, solved, backward=False):
+  """Launches triton_kernel.expand: w, u, q_g, k_g, gamma of all chunks."""
+  from pallas_kernels.kda import triton_kernel
+  q, k, _, decay, _ = tokens
+  b, g, n = (size[x] for x in "BGN")
+  wide, deep = (CHUNK, size["K"]), (CHUNK, size["V"])
+  shapes = ((wide, q.dtype), (deep, q.dtype), (wide, q.dtype),
+            (wide, q.dtype), ((size["K"],), jnp.float32))
+  return launch(
+      triton_kernel.expand, (q, k, decay, *gate, code, values, *solved),
+      tuple(jax.ShapeDtypeStruct((b, g, n, *x), y) for x, y in shapes),
+      (g, n, b), warps=WARPS, BACKWARD=backward,
+      **_constants(static, size, without=("NORM", "SIGMOID")))
+
+
+def walk(static, size, made, mix, s_BGKV, dtype, save=False):
+  """Launches triton_kernel.forward: o, final state, states, writes."""
+  from pallas_kernels.kda import triton_kernel
+  b, t, n, g, k, v = (size[x] for x in "BTNGKV")
+  saved = ((b, g, n, k, v), (b, g, n, CHUNK, v)) if save else ((1,), (1,))
+  return launch(
+      triton_kernel.forward, (*made, mix, s_BGKV),
+      (jax.ShapeDtypeStruct((b, t, g, v), dtype),
+       jax.ShapeDtypeStruct((b, g, k, v), jnp.float32),
+       *(jax.ShapeDtypeStruct(shape, mix.dtype) for shape in saved)),
+      SAVE=save, **_pass(static, size))
+
+
+def walk_back(static, size, made, do, d_final):
+  """Launches triton_kernel.reverse: cotangents of states and writes."""
+  from pallas_kernels.kda import triton_kernel
+  b, n, g, k, v = (size[x] for x in "BNGKV")
+  w, local, q_g, k_g, gamma = made
+  return launch(
+      triton_kernel.reverse, (w, q_g, k_g, gamma, local, do, d_final),
+      (jax.ShapeDtypeStruct((b, g, n, k, v), w.dtype),
+       jax.ShapeDtypeStruct((b, g, n, CHUNK, v), w.dtype),
+       jax.ShapeDtypeStruct((b, g, k, v), jnp.float32)),
+      **_pass(static, size))
+
+
+def meet(static, size, tokens, code, o, do, writes, d_writes, inverse):
+  """Launches triton_kernel.meet: cotangents of v, beta, A and P; `along`."""
+  from pallas_kernels.kda import triton_kernel
+  value, beta = tokens[2], tokens[4]
+  pairs = jax.ShapeDtypeStruct(inverse.shape, inverse.dtype)
+  return launch(
+      triton_kernel.meet,
+      (value, beta, code, o, do, writes, d_writes, inverse),
+      (jax.ShapeDtypeStruct(value.shape, value.dtype),
+       jax.ShapeDtypeStruct(beta.shape, jnp.float32), pairs, pairs,
+       _rows(size)),
+      (size["G"], size["N"], size["B"]), warps=WARPS,
+      **_constants(static, size, without=(
+          "H", "K", "R", "BK", "FLOOR", "SCALE", "GATE", "NORM")))
+
+
+def gradient(static, size, tokens, gate, code, do, dv, states, d_states,
+             writes, scales, d_mix, d_pair, along):
+  """Launches triton_kernel.gradient: cotangents of q, k and the gate."""
+  from pallas_kernels.kda import triton_kernel
+  b, t, n, g, k = (size[x] for x in "BTNGK")
+  q, key, _, decay, _ = tokens
+  # Value heads that share a key head are added up afterwards, in float32.
+  dtype = q.dtype if size["H"] == g else jnp.float32
+  parts = k // KEYS
+  shapes = (((b, t, g, k), dtype), ((b, t, g, k), dtype),
+            ((b, t, g, k), decay.dtype), ((b, n, g, parts), jnp.float32),
+            ((b, n, g, k), jnp.float32))
+  return launch(
+      triton_kernel.gradient,
+      (q, key, decay, *gate, code, do, dv, states, d_states, writes, d_mix,
+       d_pair, scales, along),
+      tuple(jax.ShapeDtypeStruct(*x) for x in shapes), (g * parts, n, b),
+      warps=WARPS, **_constants(static, size, without=("SIGMOID",)))
+
+
+def _rows(size):
+  """Shape of two numbers a token, one for q and one for k."""
+  return jax.ShapeDtypeStruct(
+      (size["B"], size["G"], size["N"], 2, CHUNK), jnp.float32)
+
+
+def _pass(static, size):
+  """Grid, warps and constants of the sequential kernels."""
+  config = static.config
+  block = min(config.value_block, size["V"])
+  return dict(
+      grid=(size["V"] // block, size["G"], size["B"]),
+      warps=config.pass_warps, stages=config.pass_stages,
+      STAGES=config.pass_stages, BV=block, C=CHUNK, IEEE=size["wide"],
+      **{x: size[x] for x in "TNGKV"})
+
+
+def _constants(static, size, without=()):
+  """Constants of the parallel kernels."""
+  constants = dict(
+      T=size["T"], N=size["N"], H=size["H"], G=size["G"], K=size["K"],
+      V=size["V"], C=CHUNK, R=static.config.tile, BK=KEYS, BV=VALUES,
+      FLOOR=static.floor, SCALE=static.scale, GATE=static.gate,
+      NORM=static.normalize, SIGMOID=static.sigmoid,
+      DOCUMENTS=static.documents, IEEE=size["wide"], ASSEMBLY=True)
+  return {x: y for x, y in constants.items() if x not in without}
+
+
+def size_of(tokens):
+  """Sizes of the axes, by their letters; `wide` for float32 inputs."""
+  q, _, v, _, _ = tokens
+  b, t, h, k = q.shape
+  return dict(B=b, T=t, H=h, K=k, G=v.shape[2], V=v.shape[3],
+              N=-(-t // CHUNK), wide=q.dtype == jnp.float32)
+
+
+def _codes(segment_ids, time):
+  """2 * document + real for each token of whole chunks, [B, N * C]."""
+  if segment_ids is None:
+    return jnp.zeros((1, 1), jnp.int32)
+  code = 2 * inputs.documents(segment_ids)
+  padding = ((0, 0), (0, -time % CHUNK))
+  code = jnp.pad(code, padding, mode="edge")
+  return code + jnp.pad((segment_ids != 0).astype(jnp.int32), padding)
+
+
+def _width(width):
+  """The kernels' width that a head is padded to."""
+  return next(w for w in WIDTHS if w >= width)
+
+
+def _pad(x, width):
+  """Zeros after the last axis's own entries."""
+  if x.shape[-1] == width:
+    return x
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])

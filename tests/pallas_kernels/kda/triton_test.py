@@ -1,0 +1,127 @@
+"""The Triton kernels: on a GPU as they are, on a CPU in the interpreter."""
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.default_backend() == "cpu":  # before the first import of triton
+  os.environ["TRITON_INTERPRET"] = "1"
+
+from pallas_kernels.kda import reference, triton, triton_config  # noqa: E402
+
+ARRAYS = ("q", "k", "v", "decay", "beta", "a_log", "dt_bias", "initial_state")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """Replaces the launch by Triton's interpreter."""
+  pytest.importorskip("triton")
+  monkeypatch.syspath_prepend(os.path.dirname(__file__))
+  import triton_interpreter
+  monkeypatch.setattr(triton, "launch", triton_interpreter.launch)
+
+
+def draw(batch, time, heads, groups, key, value, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  shapes = dict(
+      q=(batch, time, heads, key), k=(batch, time, heads, key),
+      v=(batch, time, groups, value), decay=(batch, time, groups, key),
+      beta=(batch, time, groups), a_log=(groups,), dt_bias=(groups, key),
+      initial_state=(batch, groups, key, value),
+      do=(batch, time, groups, value), ds=(batch, groups, key, value))
+  x = {n: jnp.asarray(rng.normal(size=s), jnp.float32)
+       for n, s in shapes.items()}
+  for name in ("q", "k", "v", "decay", "beta", "do"):
+    x[name] = x[name].astype(dtype)
+  return x
+
+
+def everything(function, x, **options):
+  """Outputs and the gradients of all arrays; documents' padding left out."""
+  options = dict(floor=-5.0, normalize_qk=True, sigmoid_beta=True,
+                 scale=x["q"].shape[-1]**-0.5, **options)
+  real = jnp.ones(x["do"].shape[:2]) if options["segment_ids"] is None else (
+      options["segment_ids"] != 0)
+  real = real[..., None, None]
+
+  def outputs(arrays):
+    tokens = [arrays[n] for n in ARRAYS[:5]]
+    o, s = function(*tokens, **{n: arrays[n] for n in ARRAYS[5:]}, **options)
+    return o * real.astype(o.dtype), s
+
+  (o, s), pull = jax.vjp(outputs, {n: x[n] for n in ARRAYS})
+  return dict(o=o, s=s, **pull((x["do"].astype(o.dtype), x["ds"]))[0])
+
+
+def assert_close(got, want, limit):
+  for name, value in want.items():
+    a, b = (np.asarray(y, np.float64) for y in (got[name], value))
+    error = np.linalg.norm(a - b) / np.linalg.norm(b)
+    assert error < limit, (name, error)
+
+
+def segments(batch, time):
+  """Documents that start anywhere; padding inside and at the end."""
+  ids = np.repeat(np.arange(time)[None] * 7 // time + 1, batch, axis=0)
+  ids[:, 10:13] = 0
+  ids[:, -5:] = 0
+  return jnp.asarray(ids, jnp.int32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_interpreted_kernels_equal_the_recurrence(interpreted, packed):
+  x = draw(1, 70, 1, 2 if packed else 1, 24, 40)
+  ids = segments(1, 70) if packed else None
+  want = everything(reference.kda, x, segment_ids=ids)
+  got = everything(triton.kda, x, segment_ids=ids)
+  assert_close(got, want, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, limit", [("float32", 1e-4),
+                                          ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("sizes", [(2, 1000, 2, 2, 128, 128),
+                                   (1, 333, 1, 4, 64, 128),
+                                   (1, 200, 1, 1, 256, 64),
+                                   (2, 67, 3, 3, 24, 40)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gpu_kernels_equal_the_recurrence(sizes, dtype, limit, packed):
+  x = draw(*sizes, jnp.dtype(dtype))
+  reason = triton.unsupported(x["q"], x["v"], floor=-5.0)
+  if reason:
+    pytest.skip(reason)
+  ids = segments(*sizes[:2]) if packed else None
+  wide = {n: y.astype(jnp.float32) for n, y in x.items()}
+  want = jax.jit(functools.partial(everything, reference.kda,
+                                   segment_ids=ids))(wide)
+  got = jax.jit(functools.partial(everything, triton.kda,
+                                  segment_ids=ids))(x)
+  assert_close(got, want, limit)
+
+
+def test_says_why_it_cannot_run():
+  x = draw(1, 1, 1, 1, 300, 8)
+  assert "unbounded" in triton.unsupported_shape(x["q"], x["v"], None)
+  assert "key width 300" in triton.unsupported_shape(x["q"], x["v"], -5.0)
+  half = x["v"].astype(jnp.float16)
+  assert "float16" in triton.unsupported_shape(half, half, -5.0)
+
+
+def test_config_names_the_value_it_refuses():
+  with pytest.raises(ValueError, match="pass_warps=3"):
+    triton_config.Config(pass_warps=3)
+
+
+def test_deep_floor_takes_small_tiles():
+  assert triton_config.heuristic(128, 128, "bfloat16", -5.0).tile == 32
+  assert triton_config.heuristic(128, 128, "bfloat16", -5.4).tile == 16
+
+
+def test_tuned_files_hold_valid_configs():
+  for path in triton_config.TUNED.glob("*.json"):
+    for row in triton_config.read(path.stem.replace("_", " ")).values():
+      triton_config.Config(**row["config"])
