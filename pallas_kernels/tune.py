@@ -74,6 +74,7 @@ def tune_kda(batch, length, heads, key, value):
 
 
 def main(argv=None):
+  """Tunes the shapes asked for and keeps the other rows of the file."""
   parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune")
   parser.add_argument("op", choices=["kda"])
   parser.add_argument("--shapes", default=DEFAULT,
