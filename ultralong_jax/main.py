@@ -54,11 +54,11 @@ def train() -> int:
     loop.train(config, WORKDIR.value, stop=stop, profile=profile_steps(),
                allow_config_change=ALLOW_CONFIG_CHANGE.value)
   if stop():
-    command = shlex.join(["python", "-m", "ultralong_jax.main", *sys.argv[1:]])
-    print(f"saved; to go on:\n  {command}", flush=True)
+    print(f"saved; to go on:\n  {shlex.join(sys.orig_argv)}", flush=True)
     return stop.exit_code
-  print("finished; to sample:\n  python -m ultralong_jax.main --mode generate "
-        f"--workdir {shlex.quote(WORKDIR.value)} --prompt 'def '", flush=True)
+  sample = [sys.orig_argv[0], "-m", "ultralong_jax.main", "--workdir",
+            WORKDIR.value, "--mode", "generate", "--prompt", "def "]
+  print(f"finished; to sample:\n  {shlex.join(sample)}", flush=True)
   return 0
 
 
