@@ -92,8 +92,8 @@ def test_layers_experts_and_heads_are_orthogonal_alone(muon_updates):
       "dense/w_down_FD": updates["dense/w_down_FD"]}
   for name, x in blocks.items():
     assert jnp.sqrt(jnp.mean(x**2)) == pytest.approx(0.2, rel=0.1)
-    values = np.asarray(jnp.linalg.svd(x, compute_uv=False))
-    values /= 0.2 * max(x.shape[-2:])**0.5
+    values = np.linalg.svd(x, compute_uv=False)
+    values = values / (0.2 * max(x.shape[-2:])**0.5)
     # Square Gaussian matrices have one value near 0, slow to come up.
     if x.shape[-1] != x.shape[-2]:
       assert abs(values - 1).max() < 0.2, (name, values)
