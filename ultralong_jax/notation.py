@@ -10,7 +10,7 @@ AXES = {
     "G": "value head of delta attention (a multiple of H)",
     "H": "head",
     "I": "tap of the short convolution, token in a tile",
-    "J": "token in a chunk (key side)",
+    "J": "token in a chunk (key side), second axis of a square of K",
     "K": "key width",
     "L": "layer (stacked by a scan)",
     "M": "source of a depth mix (embedding, block sums, partial sum)",

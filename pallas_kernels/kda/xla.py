@@ -178,13 +178,14 @@ def _states(t, s_BGKV, einsum):
   """
   key = s_BGKV.shape[-2]
   both = einsum("NBGCK,NBGCV->NBGKV", t.key_NBGCK, t.solved_NBGCV)
-  step_NBGKJ = t.keep_NBGK[..., None] * _lift(np.eye(key, dtype=both.dtype), both) - both[
-      ..., :key]
+  keep_NBGKJ = t.keep_NBGK[..., None] * _lift(np.eye(key, dtype=both.dtype),
+                                              both)
+  step_NBGKJ = keep_NBGKJ - both[..., :key]
 
-  def chunk(s_BGKV, xs):
+  def chunk(s_BGJV, xs):
     step_BGKJ, add_BGKV = xs
-    after_BGKV = einsum("BGKJ,BGJV->BGKV", step_BGKJ, s_BGKV) + add_BGKV
-    return after_BGKV, s_BGKV
+    after_BGKV = einsum("BGKJ,BGJV->BGKV", step_BGKJ, s_BGJV) + add_BGKV
+    return after_BGKV, s_BGJV
 
   end_BGKV, states_NBGKV = jax.lax.scan(chunk, s_BGKV,
                                         (step_NBGKJ, both[..., key:]))
@@ -206,23 +207,23 @@ def _backward(options, tokens, marks, gate, s_BGKV, do_NBGCV, ds_BGKV):
   states_NBGKV, _, step_NBGKJ = _states(t, s_BGKV, einsum)
   write_NBGCV = _write(t, states_NBGKV, einsum)
   w_NBGCK = t.solved_NBGCV[..., :s_BGKV.shape[-2]]
-  dwrite_NBGCV = einsum("NBGCJ,NBGCV->NBGJV", t.att_NBGCJ, do_NBGCV)
+  dwrite_NBGJV = einsum("NBGCJ,NBGCV->NBGJV", t.att_NBGCJ, do_NBGCV)
   here_NBGKV = einsum("NBGCK,NBGCV->NBGKV", t.q_NBGCK, do_NBGCV)
-  here_NBGKV -= einsum("NBGCK,NBGCV->NBGKV", w_NBGCK, dwrite_NBGCV)
+  here_NBGKV -= einsum("NBGCK,NBGCV->NBGKV", w_NBGCK, dwrite_NBGJV)
 
   def chunk(ds_BGKV, xs):
-    here_BGKV, step_BGJK = xs
-    before_BGKV = here_BGKV + einsum("BGJK,BGJV->BGKV", step_BGJK, ds_BGKV)
-    return before_BGKV, ds_BGKV
+    here_BGJV, step_BGKJ = xs
+    before_BGJV = here_BGJV + einsum("BGKJ,BGKV->BGJV", step_BGKJ, ds_BGKV)
+    return before_BGJV, ds_BGKV
 
   ds_BGKV, after_NBGKV = jax.lax.scan(
       chunk, ds_BGKV, (here_NBGKV, step_NBGKJ), reverse=True)
-  dwrite_NBGCV += einsum("NBGCK,NBGKV->NBGCV", t.key_NBGCK, after_NBGKV)
-  dw_NBGCK = -einsum("NBGCV,NBGKV->NBGCK", dwrite_NBGCV, states_NBGKV)
+  dwrite_NBGJV += einsum("NBGCK,NBGKV->NBGCV", t.key_NBGCK, after_NBGKV)
+  dw_NBGCK = -einsum("NBGCV,NBGKV->NBGCK", dwrite_NBGJV, states_NBGKV)
   dtokens, dgate = pull(Terms(
       q_NBGCK=einsum("NBGCV,NBGKV->NBGCK", do_NBGCV, states_NBGKV),
       att_NBGCJ=einsum("NBGCV,NBGJV->NBGCJ", do_NBGCV, write_NBGCV),
-      solved_NBGCV=jnp.concatenate([dw_NBGCK, dwrite_NBGCV], axis=-1),
+      solved_NBGCV=jnp.concatenate([dw_NBGCK, dwrite_NBGJV], axis=-1),
       key_NBGCK=einsum("NBGCV,NBGKV->NBGCK", write_NBGCV, after_NBGKV),
       keep_NBGK=jnp.sum(states_NBGKV * after_NBGKV, axis=-1)))
   return dtokens, dgate, ds_BGKV
@@ -336,11 +337,11 @@ def _solve_fwd(mix_CJ, x_CV, precision):
 
 def _solve_bwd(precision, residuals, dy_CV):
   inverse_CJ, y_CV = residuals
-  dx_CV = jnp.einsum("...JC,...JV->...CV", inverse_CJ, dy_CV,
+  dx_JV = jnp.einsum("...CJ,...CV->...JV", inverse_CJ, dy_CV,
                      precision=precision)
-  dmix_CJ = jnp.einsum("...CV,...JV->...CJ", dx_CV, y_CV, precision=precision)
+  dmix_CJ = jnp.einsum("...CV,...JV->...CJ", dx_JV, y_CV, precision=precision)
   return jnp.where(_lift(np.tri(dmix_CJ.shape[-1], k=-1, dtype=bool), dmix_CJ),
-                   -dmix_CJ, 0), dx_CV
+                   -dmix_CJ, 0), dx_JV
 
 
 solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
