@@ -1,8 +1,9 @@
-r"""The published form at 4M parameters; four minutes on two CPU cores.
+r"""The published form at 3.1M parameters; four minutes on two CPU cores.
 
 python -m ultralong_jax.main --config configs/tiny.py --workdir runs/tiny
 
-Expected: at most ... validation bits per byte (experiments/...).
+Expected: 2.42 validation bits per byte after 251 s of training on two slow
+cores (experiments/0001_tiny_text); a bigram model of the corpus has 3.64.
 """
 from configs import common
 
@@ -13,9 +14,12 @@ def get_config(arg=None):
   c = common.get_config()
   c.context = arg.context
   c.batch = max(1, 2_048 // arg.context)
-  c.steps = 6 if arg.smoke else 600
-  c.model.dtype = "bfloat16"
-  c.optim.warmup_steps = 2 if arg.smoke else 30
+  c.steps = 6 if arg.smoke else 210
+  # float32: bfloat16 is emulated, so slower, on CPUs without instructions for
+  # it; set model.dtype=bfloat16 where there are.
+  c.model.dtype = "float32"
+  c.optim.lr = 0.01
+  c.optim.warmup_steps = 2 if arg.smoke else 15
   if arg.smoke:
     c.data.validation_bytes = 8_192
   return c

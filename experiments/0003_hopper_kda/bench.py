@@ -303,95 +303,100 @@ def ceilings(record):
 
 
 def fla(record, shapes):
+  for shape in shapes:
+    _fla(record, *shape)
+
+
+def _fla(record, b, t, h):
   import torch
   from triton.testing import do_bench
   from fla.ops.kda import chunk_kda
-  for b, t, h in shapes:
-    torch.manual_seed(0)
-    make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
-    leaves = [make(b, t, h, WIDTH) for _ in range(4)] + [make(b, t, h)]
-    do = make(b, t, h, WIDTH)
-    extra = dict(
-        A_log=torch.zeros(h, device="cuda"),
-        dt_bias=torch.zeros(h * WIDTH, device="cuda"), safe_gate=True,
-        lower_bound=FLOOR, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        output_final_state=True)
-    row = dict(section="fla", B=b, T=t, H=h, K=WIDTH, V=WIDTH)
-    with torch.inference_mode():
-      row["forward_ms"] = do_bench(lambda: chunk_kda(*leaves, **extra),
-                                   return_mode="median")
+  torch.manual_seed(0)
+  make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+  leaves = [make(b, t, h, WIDTH) for _ in range(4)] + [make(b, t, h)]
+  do = make(b, t, h, WIDTH)
+  extra = dict(
+      A_log=torch.zeros(h, device="cuda"),
+      dt_bias=torch.zeros(h * WIDTH, device="cuda"), safe_gate=True,
+      lower_bound=FLOOR, use_qk_l2norm_in_kernel=True,
+      use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+      output_final_state=True)
+  row = dict(section="fla", B=b, T=t, H=h, K=WIDTH, V=WIDTH)
+  with torch.inference_mode():
+    row["forward_ms"] = do_bench(lambda: chunk_kda(*leaves, **extra),
+                                 return_mode="median")
+  for y in leaves:
+    y.requires_grad_(True)
+
+  def both():
+    chunk_kda(*leaves, **extra)[0].backward(do)
     for y in leaves:
-      y.requires_grad_(True)
+      y.grad = None
 
-    def both():
-      chunk_kda(*leaves, **extra)[0].backward(do)
-      for y in leaves:
-        y.grad = None
-
-    both()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    row["both_ms"] = do_bench(both, return_mode="median")
-    record(**row)
-    del leaves, do
-    torch.cuda.empty_cache()
+  both()
+  torch.cuda.synchronize()
+  torch.cuda.reset_peak_memory_stats()
+  both()
+  row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+  row["both_ms"] = do_bench(both, return_mode="median")
+  record(**row)
+  torch.cuda.empty_cache()
 
 
 def cudnn(record, shapes):
+  for shape in shapes:
+    _cudnn(record, *shape)
+
+
+def _cudnn(record, b, t, h):
   import torch
   from triton.testing import do_bench
   from cudnn.linear_attention.ops.kda import kimi_delta_attention
-  for b, t, h in shapes:
-    torch.manual_seed(0)
-    make = lambda *s: torch.randn(*s, device="cuda")
-    half = lambda *s: make(*s).to(torch.bfloat16)
-    starts = torch.arange(0, (b + 1) * t, t, dtype=torch.int32, device="cuda")
-    q, k, v = (half(b * t, h, WIDTH) for _ in range(3))
-    z, beta = make(b * t, h, WIDTH), make(b * t, h)
-    row = dict(section="cudnn", B=b, T=t, H=h, K=WIDTH, V=WIDTH)
-    fused = dict(
-        use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        safe_gate=True, gate_lower_bound=FLOOR,
-        a_log=torch.zeros(h, device="cuda"),
-        dt_bias=torch.zeros(h, WIDTH, device="cuda"), output_final_state=True)
-    call = lambda: kimi_delta_attention(q, k, v, z, beta, starts, **fused)
-    with torch.inference_mode():
+  torch.manual_seed(0)
+  make = lambda *s: torch.randn(*s, device="cuda")
+  half = lambda *s: make(*s).to(torch.bfloat16)
+  starts = torch.arange(0, (b + 1) * t, t, dtype=torch.int32, device="cuda")
+  q, k, v = (half(b * t, h, WIDTH) for _ in range(3))
+  z, beta = make(b * t, h, WIDTH), make(b * t, h)
+  row = dict(section="cudnn", B=b, T=t, H=h, K=WIDTH, V=WIDTH)
+  fused = dict(
+      use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+      safe_gate=True, gate_lower_bound=FLOOR,
+      a_log=torch.zeros(h, device="cuda"),
+      dt_bias=torch.zeros(h, WIDTH, device="cuda"), output_final_state=True)
+  call = lambda: kimi_delta_attention(q, k, v, z, beta, starts, **fused)
+  with torch.inference_mode():
+    call()
+    row["dispatched_ms"] = do_bench(call, return_mode="median")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
       call()
-      row["dispatched_ms"] = do_bench(call, return_mode="median")
-      stream = torch.cuda.Stream()
-      stream.wait_stream(torch.cuda.current_stream())
-      with torch.cuda.stream(stream):
-        call()
-      torch.cuda.current_stream().wait_stream(stream)
-      graph = torch.cuda.CUDAGraph()
-      with torch.cuda.graph(graph):
-        call()
-      row["forward_ms"] = do_bench(graph.replay, return_mode="median")
-    del graph
-    unit = lambda y: torch.nn.functional.normalize(y.float(), dim=-1).to(
-        torch.bfloat16)
-    leaves = [y.detach().clone().requires_grad_(True) for y in (
-        unit(q), unit(k), v, FLOOR * torch.sigmoid(z), torch.sigmoid(beta))]
-    do = half(b * t, h, WIDTH)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+      call()
+    row["forward_ms"] = do_bench(graph.replay, return_mode="median")
+  unit = lambda y: torch.nn.functional.normalize(y.float(), dim=-1).to(
+      torch.bfloat16)
+  leaves = [y.detach().clone().requires_grad_(True) for y in (
+      unit(q), unit(k), v, FLOOR * torch.sigmoid(z), torch.sigmoid(beta))]
+  do = half(b * t, h, WIDTH)
 
-    def both():
-      kimi_delta_attention(*leaves, starts)[0].backward(do)
-      for y in leaves:
-        y.grad = None
+  def both():
+    kimi_delta_attention(*leaves, starts)[0].backward(do)
+    for y in leaves:
+      y.grad = None
 
-    both()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    row["both_nothing_fused_peak_gib"] = (
-        torch.cuda.max_memory_allocated() / 2**30)
-    row["both_nothing_fused_ms"] = do_bench(both, return_mode="median")
-    record(**row)
-    del q, k, v, z, beta, leaves, do
-    torch.cuda.empty_cache()
+  both()
+  torch.cuda.synchronize()
+  torch.cuda.reset_peak_memory_stats()
+  both()
+  row["both_nothing_fused_peak_gib"] = (
+      torch.cuda.max_memory_allocated() / 2**30)
+  row["both_nothing_fused_ms"] = do_bench(both, return_mode="median")
+  record(**row)
+  torch.cuda.empty_cache()
 
 
 def main():
