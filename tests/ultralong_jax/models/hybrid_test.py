@@ -156,8 +156,10 @@ def test_zero_queries_average_the_sources():
   assert "output_mix" in stack
 
 
-@pytest.mark.parametrize("depth", ["residual", "block_attention"])
-def test_depth_costs_no_program(depth):
+# A mix over depth has a term for each source: six more blocks, a few lines.
+@pytest.mark.parametrize("depth, growth", [("residual", 1.02),
+                                           ("block_attention", 1.2)])
+def test_depth_costs_no_program(depth, growth):
   def lines(layers):
     model = hybrid.Hybrid(**sizes(layers=layers, pattern="dddm", depth=depth,
                                   block_layers=4, remat="layer"))
@@ -168,10 +170,11 @@ def test_depth_costs_no_program(depth):
       logits, _ = model.apply(dict(params=params, router=router), tokens)
       return jnp.sum(logits)
 
-    text = jax.jit(jax.grad(loss)).lower(**variables, tokens=tokens).as_text()
-    return text.count("\n")
+    lowered = jax.jit(jax.grad(loss)).lower(variables["params"],
+                                            variables["router"], tokens)
+    return lowered.as_text().count("\n")
 
-  assert lines(40) < 1.02 * lines(16)
+  assert lines(40) < growth * lines(16)
 
 
 @pytest.mark.slow
@@ -188,7 +191,8 @@ def test_depth_mix_costs_little_memory_beside_plain_residuals():
                               method="features")
       return jnp.sum(hidden)
 
-    grad = jax.jit(jax.grad(loss)).lower(**variables, tokens=tokens)
+    grad = jax.jit(jax.grad(loss)).lower(variables["params"],
+                                          variables["router"], tokens)
     return grad.compile().memory_analysis().temp_size_in_bytes
 
   one = 2048 * 64 * 4  # bytes of B T D
