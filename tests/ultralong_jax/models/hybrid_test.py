@@ -21,7 +21,6 @@ def sizes(**changes):
            latent_shared_width=4, latent_value_width=4, latent_rank=8,
            dense_hidden=16, experts=4, expert_hidden=8, expert_latent=8,
            block_layers=1, dtype="float32")
-  # block_layers=1: layers 1 and 3 equal, 2 not: nothing is scanned.
   c.update(changes)
   return c
 
@@ -38,8 +37,7 @@ def settle(variables):
 def setup(request):
   changes = dict(
       unrolled=dict(layers=2, query_rank=6),
-      scanned=dict(layers=5, pattern="m" * 5, block_layers=2,
-                   remat="layer"),
+      scanned=dict(layers=7, pattern="m", block_layers=2, remat="layer"),
       residual=dict(layers=5, pattern="dmmmm", depth="residual",
                     expert_latent=0, latent_gate=False))[request.param]
   model = hybrid.Hybrid(**sizes(**changes))
@@ -156,6 +154,7 @@ def test_zero_queries_average_the_sources():
   assert "output_mix" in stack
 
 
+@pytest.mark.slow
 # A mix over depth has a term for each source: six more blocks, a few lines.
 @pytest.mark.parametrize("depth, growth", [("residual", 1.02),
                                            ("block_attention", 1.2)])
@@ -192,7 +191,7 @@ def test_depth_mix_costs_little_memory_beside_plain_residuals():
       return jnp.sum(hidden)
 
     grad = jax.jit(jax.grad(loss)).lower(variables["params"],
-                                          variables["router"], tokens)
+                                         variables["router"], tokens)
     return grad.compile().memory_analysis().temp_size_in_bytes
 
   one = 2048 * 64 * 4  # bytes of B T D
