@@ -16,6 +16,7 @@ import numpy as np
 
 from pallas_kernels.kda import inputs
 from pallas_kernels.kda.config import TILE, chunk_tokens, group_rows
+from pallas_kernels.kda.triangular import lift, solve_unit_lower
 
 
 class Options(NamedTuple):
@@ -136,11 +137,11 @@ def terms(options, tokens, marks, gate):
   sum_NBGCK = _cumulative(g_NBGCK, same)
   last_NBGK = sum_NBGCK[..., -1, :]
   att, mix = _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, options.floor, precision)
-  causal = _lift(np.tri(att.shape[-1], dtype=bool), att)
+  causal = lift(np.tri(att.shape[-1], dtype=bool), att)
   if same is not None:
     causal = causal & same[:, :, None]
   att_NBGCJ = jnp.where(causal, att, 0)
-  strict = causal & ~_lift(np.eye(att.shape[-1], dtype=bool), att)
+  strict = causal & ~lift(np.eye(att.shape[-1], dtype=bool), att)
   mix_NBGCJ = jnp.where(strict, mix, 0) * beta_NBGC[..., None]
   from_start = jnp.exp(sum_NBGCK)
   to_end = jnp.exp(last_NBGK[..., None, :] - sum_NBGCK)
@@ -153,8 +154,8 @@ def terms(options, tokens, marks, gate):
     to_end = jnp.where(kept[:, :, None, :, None], to_end, 0)
     keep_NBGK = jnp.where((first == last)[..., None, None], keep_NBGK, 0)
   written = jnp.concatenate([k_NBGCK * from_start, v_NBGCV], axis=-1)
-  solved_NBGCV = solve_unit_lower(mix_NBGCJ,
-                                  written * beta_NBGC[..., None], precision)
+  solved_NBGCV = solve_unit_lower(
+      mix_NBGCJ, written * beta_NBGC[..., None], precision)
   return Terms(q_NBGCK * from_start, att_NBGCJ, solved_NBGCV,
                k_NBGCK * to_end, keep_NBGK)
 
@@ -178,8 +179,8 @@ def _states(t, s_BGKV, einsum):
   """
   key = s_BGKV.shape[-2]
   both = einsum("NBGCK,NBGCV->NBGKV", t.key_NBGCK, t.solved_NBGCV)
-  keep_NBGKJ = t.keep_NBGK[..., None] * _lift(np.eye(key, dtype=both.dtype),
-                                              both)
+  keep_NBGKJ = t.keep_NBGK[..., None] * lift(
+      np.eye(key, dtype=both.dtype), both)
   step_NBGKJ = keep_NBGKJ - both[..., :key]
 
   def chunk(s_BGJV, xs):
@@ -251,7 +252,7 @@ def _cumulative_bwd(same_NBCJ, dsum_NBGCK):
   if same_NBCJ is None:
     return jnp.einsum("CJ,NBGCK->NBGJK", lower_CJ, dsum_NBGCK,
                       precision="highest"), None
-  lower_NBCJ = jnp.where(same_NBCJ, _lift(lower_CJ, same_NBCJ), 0)
+  lower_NBCJ = jnp.where(same_NBCJ, lift(lower_CJ, same_NBCJ), 0)
   return jnp.einsum("NBCJ,NBGCK->NBGJK", lower_NBCJ, dsum_NBGCK,
                     precision="highest"), None
 
@@ -287,7 +288,7 @@ def _pairs(q_NBGCK, k_NBGCK, sum_NBGCK, floor, precision):
   tile_Y1, tile_1J = np.ogrid[:tiles, :chunk]
   seen_YJ = tile_1J // TILE < tile_Y1 + (floor is not None)
   gap_YJK = ref_YK[..., None, :] - sum_NBGCK[..., None, :, :]
-  gap_YJK = jnp.where(_lift(seen_YJ[..., None], gap_YJK), gap_YJK, -jnp.inf)
+  gap_YJK = jnp.where(lift(seen_YJ[..., None], gap_YJK), gap_YJK, -jnp.inf)
   columns_YJK = k_NBGCK[..., None, :, :] * jnp.exp(gap_YJK)
   strips_YIJ = jnp.einsum("...YIK,...YJK->...YIJ", rows_YIK, columns_YJK,
                           precision=precision)
@@ -304,7 +305,7 @@ def _diagonal(q_YIK, k_YIK, sum_YIK):
   """Pairs inside a tile by one exponent each, masked before exp."""
   causal_IJ = np.tri(TILE, dtype=bool)[..., None]
   gap_YIJK = sum_YIK[..., :, None, :] - sum_YIK[..., None, :, :]
-  decay_YIJK = jnp.exp(jnp.where(_lift(causal_IJ, gap_YIJK), gap_YIJK,
+  decay_YIJK = jnp.exp(jnp.where(lift(causal_IJ, gap_YIJK), gap_YIJK,
                                  -jnp.inf))
   key_YIJK = k_YIK[..., None, :, :] * decay_YIJK
   out = []
@@ -312,94 +313,11 @@ def _diagonal(q_YIK, k_YIK, sum_YIK):
     tile_YIJ = jnp.sum(x_YIK[..., :, None, :] * key_YIJK, axis=-1)
     tiles = tile_YIJ.shape[-3]
     spread = tile_YIJ[..., None, :]
-    spread *= _lift(np.eye(tiles, dtype=spread.dtype)[:, None, :, None],
-                    spread)
+    spread *= lift(np.eye(tiles, dtype=spread.dtype)[:, None, :, None],
+                   spread)
     out.append(spread.reshape(*tile_YIJ.shape[:-3], tiles * TILE,
                               tiles * TILE))
   return out
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def solve_unit_lower(mix_CJ, x_CV, precision):
-  """Solves (I + mix) y = x, mix strictly lower triangular.
-
-  Its gradient needs no gradient of the inverse: dx = inverse^T dy and
-  dmix = -tril(dx y^T, -1).
-  """
-  return _solve_fwd(mix_CJ, x_CV, precision)[0]
-
-
-def _solve_fwd(mix_CJ, x_CV, precision):
-  inverse_CJ = unit_lower_inverse(mix_CJ)
-  y_CV = jnp.matmul(inverse_CJ, x_CV, precision=precision)
-  return y_CV, (inverse_CJ, y_CV)
-
-
-def _solve_bwd(precision, residuals, dy_CV):
-  inverse_CJ, y_CV = residuals
-  dx_JV = jnp.einsum("...CJ,...CV->...JV", inverse_CJ, dy_CV,
-                     precision=precision)
-  dmix_CJ = jnp.einsum("...CV,...JV->...CJ", dx_JV, y_CV, precision=precision)
-  return jnp.where(_lift(np.tri(dmix_CJ.shape[-1], k=-1, dtype=bool), dmix_CJ),
-                   -dmix_CJ, 0), dx_JV
-
-
-solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
-
-
-def unit_lower_inverse(mix_CJ):
-  """Inverts I + mix, mix strictly lower triangular, by block substitution.
-
-  Doubling: from inverses t of diagonal blocks of size n, those of size 2n are
-  t - t low t, low being the blocks below the diagonal. As stable as
-  substitution, unlike a Neumann series, and matmuls only. All sizes up to a
-  tile share one batch of dense tiles.
-
-  Args:
-    mix_CJ: [..., C, C], C a power of two times TILE.
-
-  Returns:
-    (I + mix)^-1, same shape.
-  """
-  lead, chunk = mix_CJ.shape[:-2], mix_CJ.shape[-1]
-  tiles = chunk // TILE
-  blocks = mix_CJ.reshape(*lead, tiles, TILE, tiles, TILE)
-  mix_YIJ = jnp.stack([blocks[..., y, :, y, :] for y in range(tiles)], axis=-3)
-  index = np.arange(TILE)
-  inverse = jnp.eye(TILE, dtype=mix_CJ.dtype)
-  inverse = jnp.broadcast_to(inverse, mix_YIJ.shape)
-  size = 1
-  while size < TILE:
-    pair = index // size
-    low_IJ = (pair[:, None] == pair[None] + 1) & (pair[None] % 2 == 0)
-    low_YIJ = jnp.where(_lift(low_IJ, mix_YIJ), mix_YIJ, 0)
-    if size == 1:
-      inverse = inverse - low_YIJ
-    else:
-      inverse = inverse - _sandwich(inverse, low_YIJ, inverse)
-    size *= 2
-  parts = [inverse[..., y, :, :] for y in range(tiles)]
-  while len(parts) > 1:
-    merged = []
-    for i in range(0, len(parts), 2):
-      low = mix_CJ[..., (i + 1) * size:(i + 2) * size,
-                   i * size:(i + 1) * size]
-      corner = -_sandwich(parts[i + 1], low, parts[i])
-      merged.append(jnp.concatenate([
-          jnp.concatenate([parts[i], jnp.zeros_like(corner)], axis=-1),
-          jnp.concatenate([corner, parts[i + 1]], axis=-1)], axis=-2))
-    parts, size = merged, size * 2
-  return parts[0]
-
-
-def _sandwich(a_CJ, b_CJ, c_CJ):
-  return jnp.matmul(jnp.matmul(a_CJ, b_CJ, precision="highest"), c_CJ,
-                    precision="highest")
-
-
-def _lift(x, like):
-  """Adds leading axes of one, up to the rank of `like`."""
-  return jnp.asarray(x.reshape((1,) * (like.ndim - x.ndim) + x.shape))
 
 
 def _dtype(tokens):
