@@ -6,6 +6,7 @@ A row of results.jsonl is one run:
   {"name": "muon", "config": {"optim.lr": 0.02}, "commit": "23a1564",
    "device": "2 CPU cores", "wall_seconds": 251.3, "seed": 0,
    "metrics": {"validation_bits_per_byte": 1.97}}
+`wall_seconds` is null where nobody took the time.
 Rows of one name and one device are repetitions. The table has one line for
 them, with n and, for every metric, the mean and the sample standard deviation.
 """
@@ -69,7 +70,8 @@ def table(rows):
         name, device, str(len(runs)),
         *(spread([run["metrics"][metric] for run in runs
                   if metric in run["metrics"]]) for metric in names),
-        spread([run["wall_seconds"] for run in runs]), ", ".join(commits)])
+        spread([run["wall_seconds"] for run in runs
+                if run["wall_seconds"] is not None]), ", ".join(commits)])
   return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
