@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import inputs, xla
-from pallas_kernels.kda.mosaic_intra import CHUNK, LOG2E, TILE, WIDTH, intra
+from pallas_kernels.kda.mosaic_intra import (
+    CHUNK, LOG2E, TILE, WIDTH, intra, weights)
 from pallas_kernels.kda.mosaic_walk import walk
 
 LOWEST_FLOOR = -80.0 / (TILE // 2)
@@ -84,7 +85,7 @@ def _kda(static, tokens, gate, s_BGKV, segment_ids):
   strength, marks = _rows(static, size, beta, segment_ids)
   made = intra(static, size)(
       _tile(q), _tile(k), _tile(v), _tile(decay.astype(jnp.bfloat16)),
-      *_slopes(static, size, *gate), strength, marks)
+      *_slopes(static, size, *gate), strength, marks, weights())
   s_BGVK = jnp.swapaxes(s_BGKV.astype(jnp.float32), -1, -2)
   key, value = s_BGKV.shape[-2:]
   s_BGVK = jnp.pad(s_BGVK, ((0, 0), (0, 0), (0, WIDTH - value),

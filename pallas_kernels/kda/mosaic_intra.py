@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -23,6 +24,7 @@ WIDTH = 128  # of a head's keys and values
 TILE = 32
 LOG2E = 1.4426950408889634
 
+WEIGHTS = ("up", "down 0", "down 1", "read", "write")
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -55,7 +57,24 @@ def intra(static, size):
           value_barrier=plgpu.Barrier()),
       interpret=static.interpret, grid=(g, n, b), grid_names=("head", "chunk", "batch"),
       compiler_params=plgpu.CompilerParams(
-          approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane))
+          approx_math=True, unsafe_no_auto_barriers=True,
+          lowering_semantics=plgpu.LoweringSemantics.Lane))
+
+
+def weights():
+  """Constant matrices [5, C, J]: which decays each running sum is made of."""
+  row, column = np.ogrid[:CHUNK, :CHUNK]
+
+  def between(first, last):
+    """Tokens after `first`, up to `last`; negative if `first` is the later."""
+    return (column <= last) * 1.0 - (column <= first)
+
+  middle = row // TILE * TILE + TILE // 2
+  made = dict(up=between(middle, row), read=between(-1, row),
+              write=between(row, CHUNK))
+  for tile in range(CHUNK // TILE):
+    made[f"down {tile}"] = between(row, tile * TILE + TILE // 2)
+  return jnp.asarray(np.stack([made[x] for x in WEIGHTS]), jnp.bfloat16)
 
 
 def multiply(static, acc_ref, a, b):
@@ -92,6 +111,7 @@ def _intra(
     bias_ref,  # [G, K]
     beta_ref,  # [B, G, N * C]: write strength, 0 on padding
     marks_ref,  # [B, N, 4, C]: real, reads and writes the state, document
+    weights_ref,  # `weights()`
     # outputs
     w_ref,  # [B, G, N, C, K]: -M (k e^G)
     u_ref,  # [B, G, N, V / 2, 2 C]: (M v)^T, its halves side by side
@@ -127,20 +147,18 @@ def _intra(
   k_scale = _scale(static, k_s)
   column_s[0] = q_scale
   column_s[1] = k_scale * beta_J
-  up = sums(lambda c, j: _upto(j, c) - _upto(
-      j, jnp.where(c < TILE, TILE // 2, TILE + TILE // 2)))
+  weights = _weights(weights_ref, "up")
   for half in (0, 1):
-    factor = jnp.exp2(_half(up, half))
-    _store(q_up_s, half, _load(q_s, half) * factor)
-    _store(k_up_s, half, _load(k_s, half) * factor)
+    up = sums(weights, half)
+    _store(q_up_s, half, _load(q_s, half) * up)
+    _store(k_up_s, half, _load(k_s, half) * up)
   plgpu.commit_smem()
 
   pairs = []
   for tile in range(CHUNK // TILE):
-    middle = tile * TILE + TILE // 2
-    down = sums(lambda c, j: _upto(j, middle) - _upto(j, c))
-    keys = [(_load(k_s, half) * jnp.exp2(_half(down, half))).astype(
-        jnp.bfloat16) for half in (0, 1)]
+    weights = _weights(weights_ref, f"down {tile}")
+    keys = [(_load(k_s, half) * sums(weights, half)).astype(jnp.bfloat16)
+            for half in (0, 1)]
     rows = pl.ds(tile * TILE, TILE)
     pairs.append([
         product(static, (CHUNK, TILE), *(
@@ -148,13 +166,22 @@ def _intra(
             for half in (0, 1)))
         for up_s in (q_up_s, k_up_s)])
   mix_JC, pair_JC = (jnp.concatenate(x, axis=1) for x in zip(*pairs))
+  same_JC = None
+  if static.marks:
+    same_JC = _wide(_vector(marks_ref.at[b, n, 3], ROW), 0) == _wide(
+        _vector(marks_ref.at[b, n, 3], COLUMN), 1)
+  key_J = _wide(k_scale, 0)
+  mix_JC = jnp.where(_keeps(same_JC, strict=False), mix_JC * key_J * _wide(
+      plgpu.load(column_s.at[0], layout=COLUMN, optimized=False), 1), 0).astype(jnp.bfloat16)
+  lower_JC = jnp.where(_keeps(same_JC, strict=True), pair_JC * key_J * _wide(
+      plgpu.load(column_s.at[1], layout=COLUMN, optimized=False), 1), 0)
   plgpu.commit_smem()  # all products are done before a copy overwrites
   plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g], q_up_s, value_barrier)
 
   reads = writes = 1.0
   if static.marks:
     reads, writes = (_vector(marks_ref.at[b, n, x], ROW) for x in (1, 2))
-  _ends(sums, q_s, k_s, k_up_s, q_scale * reads, k_scale * reads,
+  _ends(weights_ref, sums, q_s, k_s, k_up_s, q_scale * reads, k_scale * reads,
         k_scale * writes)
   for half in (0, 1):
     whole_K8 = product(static, (64, 8), *(
@@ -164,16 +191,8 @@ def _intra(
     if static.marks:
       gamma_K *= _vector(marks_ref.at[b, n, 4], ROW)
     gamma_s[_at(half)] = gamma_K
-  same_JC = None
-  if static.marks:
-    same_JC = _wide(_vector(marks_ref.at[b, n, 3], ROW), 0) == _wide(
-        _vector(marks_ref.at[b, n, 3], COLUMN), 1)
-  key_J = _wide(k_scale, 0)
-  mix_JC = jnp.where(_keeps(same_JC, strict=False), mix_JC * key_J * _wide(
-      plgpu.load(column_s.at[0], layout=COLUMN, optimized=False), 1), 0)
-  lower_JC = jnp.where(_keeps(same_JC, strict=True), pair_JC * key_J * _wide(
-      plgpu.load(column_s.at[1], layout=COLUMN, optimized=False), 1), 0)
-  low_s[0] = mix_JC.astype(jnp.bfloat16)
+  plgpu.commit_smem()  # all products of the decays are done
+  low_s[0] = mix_JC
   plgpu.commit_smem()
   for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref),
                      (low_s.at[0], mix_ref), (gamma_s, gamma_ref)):
@@ -186,13 +205,14 @@ def _intra(
   for half in (0, 1):
     w = product(static, (CHUNK, 64), (m_s.transpose((1, 0)), k_up_s.at[:, _at(half)]))
     z_s[:, _at(half)] = (-w).astype(jnp.bfloat16)
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(z_s, w_ref.at[b, g, n])
   plgpu.barrier_wait(value_barrier)
   u = [product(static, (64, CHUNK), (q_up_s.at[:, _at(half)].transpose((1, 0)), m_s))
        for half in (0, 1)]
   for half in (0, 1):
     k_up_s[:, _at(half)] = u[half].astype(jnp.bfloat16)
   plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(z_s, w_ref.at[b, g, n])
   plgpu.copy_smem_to_gmem(k_up_s, u_ref.at[b, g, n])
   plgpu.wait_smem_to_gmem(0)
 
@@ -200,10 +220,6 @@ def _intra(
 def _at(half):
   """The channels of one half of a head."""
   return pl.ds(half * 64, 64)
-
-
-def _half(x, half):
-  return x[:, half * 64:half * 64 + 64]
 
 
 def _load(x_s, half):
@@ -227,13 +243,10 @@ def _wide(x, axis, columns=CHUNK):
 
 
 def _iotas():
-  return (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis,
+  """Row and column of each entry."""
+  return [plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis,
                                  layout=plgpu.Layout.WGMMA)
-          for axis in (0, 1))
-
-
-def _upto(j, last):
-  return jnp.where(j <= last, 1.0, 0.0)
+          for axis in (0, 1)]
 
 
 def _keeps(same_JC, strict):
@@ -256,21 +269,26 @@ def _gate(static, z_s, low_s, slope_ref, bias_ref, real_ref):
     x *= LOG2E
   if static.marks:
     x *= _wide(_vector(real_ref, ROW), 0)
-  high = x.astype(jnp.bfloat16)
-  z_s[...] = high
-  low_s[...] = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+  z_s[...], low_s[...] = _split(x)
 
 
-def _sums(static, z_s, low_s, weight):
-  """Sums of the decays over tokens j with weights of -1, 0 or 1 in row c."""
-  weights = weight(*_iotas()).astype(jnp.bfloat16)
+def _weights(weights_ref, name):
+  return plgpu.load(weights_ref.at[WEIGHTS.index(name)],
+                    layout=plgpu.Layout.WGMMA, optimized=False)
 
-  def run(acc_ref):
-    multiply(static, acc_ref, weights, z_s)
-    for half in (0, 1):
-      multiply(static, acc_ref.at[:, _at(half)], weights, low_s.at[half])
-    return acc_ref[...]
-  return pl.run_scoped(run, plgpu.ACC((CHUNK, WIDTH), jnp.float32))
+
+def _split(x):
+  """Two terms of bfloat16 whose sum has 16 bits of a float32."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  high = jax.lax.bitcast_convert_type(bits & -65536, jnp.float32)
+  return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def _sums(static, z_s, low_s, weights, half):
+  """2^(sums of the decays over tokens with some weights), half the channels."""
+  return jnp.exp2(product(
+      static, (CHUNK, 64), (weights, z_s.at[:, _at(half)]),
+      (weights, low_s.at[half])))
 
 
 def _scale(static, x_s):
@@ -284,17 +302,17 @@ def _scale(static, x_s):
   return jax.lax.rsqrt(square + UNIT_EPSILON)
 
 
-def _ends(sums, q_s, k_s, k_read_s, q_scale, k_scale, k_last):
+def _ends(weights_ref, sums, q_s, k_s, k_read_s, q_scale, k_scale, k_last):
   """Decays queries and keys from the chunk's start, keys to its end."""
-  read = sums(lambda c, j: _upto(j, c))
+  weights = _weights(weights_ref, "read")
   for half in (0, 1):
-    factor = jnp.exp2(_half(read, half))
-    _store(q_s, half, _load(q_s, half) * _wide(q_scale, 0) * factor)
-    _store(k_read_s, half, _load(k_s, half) * _wide(k_scale, 0) * factor)
-  write = sums(lambda c, j: 1.0 - _upto(j, c))
+    read = sums(weights, half)
+    _store(q_s, half, _load(q_s, half) * _wide(q_scale, 0) * read)
+    _store(k_read_s, half, _load(k_s, half) * _wide(k_scale, 0) * read)
+  weights = _weights(weights_ref, "write")
   for half in (0, 1):
-    factor = jnp.exp2(_half(write, half))
-    _store(k_s, half, _load(k_s, half) * _wide(k_last, 0) * factor)
+    write = sums(weights, half)
+    _store(k_s, half, _load(k_s, half) * _wide(k_last, 0) * write)
 
 
 def _inverse(static, upper, x_s, y_s):
@@ -320,8 +338,8 @@ def _inverse(static, upper, x_s, y_s):
         row >> level != column >> level)
     y = times([narrow(jnp.where(joins, upper, 0.0))], x_s, narrow(x))
     x -= times([narrow(x)], y_s, narrow(y))
-  high = narrow(upper)
-  low = narrow(upper - high.astype(jnp.float32))
-  y = times([high, low], x_s, narrow(x))
-  x = narrow(x).astype(jnp.float32)
-  return x + times([narrow(x)], y_s, narrow(eye - x - y))
+  high, low = _split(x)
+  y = times(_split(upper), x_s, high)
+  # y leaves out what x's own rounding left out
+  residual = narrow(eye - x - y + low.astype(jnp.float32))
+  return x - low.astype(jnp.float32) + times([high], y_s, residual)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_intra import (
-    CHUNK, COLUMN, SWIZZLED, WIDTH, multiply, product)
+    CHUNK, COLUMN, SWIZZLED, WIDTH, multiply)
 
 VALUES = 64  # value columns of a warpgroup
 STAGES = 3  # chunks in flight
@@ -82,21 +82,30 @@ def _walk(
   def chunk(n, s_VK):
     slot = jax.lax.rem(n, stages)
     plgpu.barrier_wait(barrier.at[slot])
-    narrow = s_VK.astype(jnp.bfloat16)
-    u_VC = product(static, (VALUES, CHUNK),
-                   (narrow, w_s.at[slot].transpose((1, 0))))
-    u_VC = (u_VC + u_s[slot].astype(jnp.float32)).astype(jnp.bfloat16)
+    narrow_VK = s_VK.astype(jnp.bfloat16)
     gamma_VK = jax.lax.broadcast_in_dim(
         plgpu.load(gamma_s.at[slot], layout=COLUMN, optimized=False),
         s_VK.shape, (1,))
-    s_VK = s_VK * gamma_VK + product(static, s_VK.shape,
-                                     (u_VC, k_s.at[slot]))
-    o_VC = product(static, (VALUES, CHUNK),
-                   (narrow, q_s.at[slot].transpose((1, 0))),
-                   (u_VC, mix_s.at[slot]))
+
+    def products(u_acc, o_acc, add_acc):
+      """The outputs' products run behind those that the next chunk awaits."""
+      multiply(static, u_acc, narrow_VK, w_s.at[slot].transpose((1, 0)))
+      multiply(static, o_acc, narrow_VK, q_s.at[slot].transpose((1, 0)))
+      u_VC = plgpu.wgmma_accumulator_load(u_acc, wait_n=1)
+      u_VC = (u_VC + u_s[slot].astype(jnp.float32)).astype(jnp.bfloat16)
+      multiply(static, add_acc, u_VC, k_s.at[slot])
+      multiply(static, o_acc, u_VC, mix_s.at[slot])
+      add_VK = plgpu.wgmma_accumulator_load(add_acc, wait_n=1)
+      return (s_VK * gamma_VK + add_VK,
+              plgpu.wgmma_accumulator_load(o_acc).astype(jnp.bfloat16))
+
+    s_VK, o_VC = pl.run_scoped(
+        products, plgpu.ACC((VALUES, CHUNK), jnp.float32),
+        plgpu.ACC((VALUES, CHUNK), jnp.float32),
+        plgpu.ACC(s_VK.shape, jnp.float32))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     o_s.transpose((1, 0))[...] = plgpu.layout_cast(
-        o_VC.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+        o_VC, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o_s, o_ref.at[b, pl.ds(n * CHUNK, CHUNK), g,
                                           values])
