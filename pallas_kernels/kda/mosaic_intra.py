@@ -55,7 +55,7 @@ def intra(static, size):
           gate_barrier=plgpu.Barrier(),
           token_barrier=plgpu.Barrier(num_arrivals=2),
           value_barrier=plgpu.Barrier()),
-      interpret=static.interpret, grid=(g, n, b), grid_names=("head", "chunk", "batch"),
+      kernel_name="kda_intra", interpret=static.interpret, grid=(g, n, b), grid_names=("head", "chunk", "batch"),
       compiler_params=plgpu.CompilerParams(
           approx_math=True, unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane))

@@ -41,7 +41,8 @@ def walk(static, size):
           gamma_s=plgpu.SMEM((stages, WIDTH), jnp.float32),
           o_s=plgpu.SMEM((CHUNK, VALUES), jnp.bfloat16, transforms=SWIZZLED),
           barrier=plgpu.Barrier(num_arrivals=6, num_barriers=stages)),
-      interpret=static.interpret, grid=(WIDTH // VALUES, g, b),
+      kernel_name="kda_walk", interpret=static.interpret,
+      grid=(WIDTH // VALUES, g, b),
       grid_names=("part", "head", "batch"),
       compiler_params=plgpu.CompilerParams(
           approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane))
