@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import inputs, xla
-from pallas_kernels.kda.mosaic_intra import (
-    CHUNK, LOG2E, TILE, WIDTH, intra, weights)
+from pallas_kernels.kda.mosaic_intra import CHUNK, LOG2E, TILE, WIDTH, intra
 from pallas_kernels.kda.mosaic_walk import walk
 
 LOWEST_FLOOR = -80.0 / (TILE // 2)
@@ -85,7 +84,7 @@ def _kda(static, tokens, gate, s_BGKV, segment_ids):
   strength, marks = _rows(static, size, beta, segment_ids)
   made = intra(static, size)(
       _tile(q), _tile(k), _tile(v), _tile(decay.astype(jnp.bfloat16)),
-      *_slopes(static, size, *gate), strength, marks, weights())
+      _slopes(static, size, *gate), strength, marks)
   s_BGVK = jnp.swapaxes(s_BGKV.astype(jnp.float32), -1, -2)
   key, value = s_BGKV.shape[-2:]
   s_BGVK = jnp.pad(s_BGVK, ((0, 0), (0, 0), (0, WIDTH - value),
@@ -124,14 +123,14 @@ def _tile(x):
 
 
 def _slopes(static, size, a_log, dt_bias):
-  """Slope and bias of the gate in powers of 2, [G, K] each."""
+  """Slope and bias of the gate's argument, in powers of 2: [G, 2, K]."""
   shape = size["G"], WIDTH
   if not static.gate:
-    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    return jnp.zeros((shape[0], 2, WIDTH), jnp.float32)
   slope = -LOG2E * jnp.exp(a_log.astype(jnp.float32))[:, None]
   bias = slope * dt_bias.astype(jnp.float32)
-  return (jnp.broadcast_to(slope, shape),
-          jnp.pad(bias, ((0, 0), (0, WIDTH - bias.shape[-1]))))
+  bias = jnp.pad(bias, ((0, 0), (0, WIDTH - bias.shape[-1])))
+  return jnp.stack([jnp.broadcast_to(slope, shape), bias], axis=1)
 
 
 def _rows(static, size, beta_BTG, segment_ids):

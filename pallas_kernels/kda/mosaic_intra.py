@@ -4,15 +4,12 @@ One warpgroup works on one chunk of one head. All C x C matrices are kept
 transposed, keys in rows (J) and queries in columns (C): so the decayed keys
 are the operand in registers, and each half of the queries has its own
 reference decay.
-
-Every difference of running sums of the log decay is one product of the decays
-with a constant matrix of -1, 0 and 1, so no row is ever broadcast.
 """
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,7 +21,6 @@ WIDTH = 128  # of a head's keys and values
 TILE = 32
 LOG2E = 1.4426950408889634
 
-WEIGHTS = ("up", "down 0", "down 1", "read", "write")
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -32,72 +28,31 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 def intra(static, size):
   """Returns the kernel: see `_intra` for its inputs and outputs."""
-  b, t, g, n = (size[x] for x in "BTGN")
+  b, g, n = (size[x] for x in "BGN")
   tokens = plgpu.SMEM((CHUNK, WIDTH), jnp.bfloat16, transforms=SWIZZLED)
-  wide = (b, g, n, CHUNK, WIDTH)
+  square = plgpu.SMEM((CHUNK, CHUNK), jnp.bfloat16, transforms=SWIZZLED)
+  wide = jax.ShapeDtypeStruct((b, g, n, CHUNK, WIDTH), jnp.bfloat16)
   return plgpu.kernel(
       functools.partial(_intra, static, size["G"] // size["H"]),
       out_type=(
-          jax.ShapeDtypeStruct(wide, jnp.bfloat16),  # w
-          jax.ShapeDtypeStruct(wide, jnp.bfloat16),  # u
-          jax.ShapeDtypeStruct(wide, jnp.bfloat16),  # q_g
-          jax.ShapeDtypeStruct(wide, jnp.bfloat16),  # k_g
-          jax.ShapeDtypeStruct((b, g, n, CHUNK, CHUNK), jnp.bfloat16),  # mix
-          jax.ShapeDtypeStruct((b, g, n, WIDTH), jnp.float32),  # gamma
-      ),
+          wide, wide, wide, wide,
+          jax.ShapeDtypeStruct((b, g, n, CHUNK, CHUNK), jnp.bfloat16),
+          jax.ShapeDtypeStruct((b, g, n, WIDTH), jnp.float32)),
       scratch_types=dict(
-          z_s=tokens, q_s=tokens, k_s=tokens, q_up_s=tokens,
-          k_up_s=tokens,
-          low_s=plgpu.SMEM((2, CHUNK, 64), jnp.bfloat16, transforms=SWIZZLED),
-          square_s=plgpu.SMEM((CHUNK, CHUNK), jnp.bfloat16, transforms=SWIZZLED),
+          z_s=tokens, q_s=tokens, k_s=tokens, k_read_s=tokens, low_s=square,
+          q_up_s=square, k_up_s=square, square_s=square, running_s=square,
+          gate_s=plgpu.SMEM((2, WIDTH), jnp.float32),
           column_s=plgpu.SMEM((2, CHUNK), jnp.float32),
+          sums_s=plgpu.SMEM((8, WIDTH), jnp.float32),
           gamma_s=plgpu.SMEM((WIDTH,), jnp.float32),
-          gate_barrier=plgpu.Barrier(),
+          gate_barrier=plgpu.Barrier(num_arrivals=2),
           token_barrier=plgpu.Barrier(num_arrivals=2),
-          value_barrier=plgpu.Barrier()),
-      kernel_name="kda_intra", interpret=static.interpret, grid=(g, n, b), grid_names=("head", "chunk", "batch"),
+          value_barrier=plgpu.Barrier(num_arrivals=2)),
+      kernel_name="kda_intra", interpret=static.interpret, grid=(g, n, b),
+      grid_names=("head", "chunk", "batch"),
       compiler_params=plgpu.CompilerParams(
           approx_math=True, unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane))
-
-
-def weights():
-  """Constant matrices [5, C, J]: which decays each running sum is made of."""
-  row, column = np.ogrid[:CHUNK, :CHUNK]
-
-  def between(first, last):
-    """Tokens after `first`, up to `last`; negative if `first` is the later."""
-    return (column <= last) * 1.0 - (column <= first)
-
-  middle = row // TILE * TILE + TILE // 2
-  made = dict(up=between(middle, row), read=between(-1, row),
-              write=between(row, CHUNK))
-  for tile in range(CHUNK // TILE):
-    made[f"down {tile}"] = between(row, tile * TILE + TILE // 2)
-  return jnp.asarray(np.stack([made[x] for x in WEIGHTS]), jnp.bfloat16)
-
-
-def multiply(static, acc_ref, a, b):
-  """acc += a b, where a may lie in registers."""
-  if not (static.interpret and isinstance(a, jax.Array)):
-    plgpu.wgmma(acc_ref, a, b)
-    return
-
-  def through_memory(a_s):  # the interpreter reads operands from there only
-    a_s[...] = a
-    plgpu.commit_smem()
-    plgpu.wgmma(acc_ref, a_s, b)
-  pl.run_scoped(through_memory, plgpu.SMEM(a.shape, a.dtype,
-                                           transforms=SWIZZLED))
-
-
-def product(static, shape, *pairs):
-  """Sum of the products of pairs of operands, in float32."""
-  def run(acc_ref):
-    for a, b in pairs:
-      multiply(static, acc_ref, a, b)
-    return acc_ref[...]
-  return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
 def _intra(
@@ -107,11 +62,9 @@ def _intra(
     k_ref,  # [B, T, H, K]
     v_ref,  # [B, T, G, V]
     z_ref,  # [B, T, G, K]
-    slope_ref,  # [G, K]: 2^(slope z + bias) is exp of the gate's argument
-    bias_ref,  # [G, K]
+    gate_ref,  # [G, 2, K]: slope and bias of the gate's argument
     beta_ref,  # [B, G, N * C]: write strength, 0 on padding
-    marks_ref,  # [B, N, 4, C]: real, reads and writes the state, document
-    weights_ref,  # `weights()`
+    marks_ref,  # [B, N, 5, C]: see mosaic._rows
     # outputs
     w_ref,  # [B, G, N, C, K]: -M (k e^G)
     u_ref,  # [B, G, N, V / 2, 2 C]: (M v)^T, its halves side by side
@@ -120,126 +73,142 @@ def _intra(
     mix_ref,  # [B, G, N, J, C]: A^T
     gamma_ref,  # [B, G, N, K]: e^G_C
     # scratch
-    *, z_s, low_s, q_s, k_s, q_up_s, k_up_s, square_s, column_s, gamma_s,
-    gate_barrier, token_barrier, value_barrier,
+    *, z_s, q_s, k_s, k_read_s, low_s, q_up_s, k_up_s, square_s, running_s,
+    gate_s, column_s, sums_s, gamma_s, gate_barrier, token_barrier, value_barrier,
 ):
   """One chunk of one value head."""
   g, n, b = (jax.lax.axis_index(x) for x in ("head", "chunk", "batch"))
   h = jax.lax.div(g, repeats)
   tokens = pl.ds(n * CHUNK, CHUNK)
   plgpu.copy_gmem_to_smem(z_ref.at[b, tokens, g], z_s, gate_barrier)
+  plgpu.copy_gmem_to_smem(gate_ref.at[g], gate_s, gate_barrier)
   plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h], k_s, token_barrier)
   plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h], q_s, token_barrier)
   beta_J = _vector(beta_ref.at[b, g, tokens], ROW)
-  square_s[...] = plgpu.layout_cast(
-      jnp.ones(square_s.shape, square_s.dtype), plgpu.Layout.WGMMA)
-
+  marks = [_vector(marks_ref.at[b, n, x], COLUMN if x == 4 else ROW)
+           if static.marks else 1.0 for x in range(5)]
+  square_s[...] = _selected_tokens()
+  running_s[...] = _running_sums()
   plgpu.barrier_wait(gate_barrier)
-  for half in (0, 1):
-    _gate(static, z_s.at[:, _at(half)], low_s.at[half],
-          slope_ref.at[g, _at(half)], bias_ref.at[g, _at(half)],
-          marks_ref.at[b, n, 0])
-  plgpu.commit_smem()
-  sums = functools.partial(_sums, static, z_s, low_s)
 
-  plgpu.barrier_wait(token_barrier)
-  q_scale = _scale(static, q_s) * static.scale
-  k_scale = _scale(static, k_s)
-  column_s[0] = q_scale
-  column_s[1] = k_scale * beta_J
-  weights = _weights(weights_ref, "up")
-  for half in (0, 1):
-    up = sums(weights, half)
-    _store(q_up_s, half, _load(q_s, half) * up)
-    _store(k_up_s, half, _load(k_s, half) * up)
-  plgpu.commit_smem()
+  def pairs(mix_acc, pair_acc, *accs):
+    """Sums over both halves of the channels; all else is by the half."""
+    scales = None
+    for half in (0, 1):
+      at = pl.ds(half * 64, 64)
+      _gate(static, z_s.at[:, at], low_s, gate_s.at[:, at], marks[0])
+      plgpu.commit_smem()
+      sum_acc, few_acc = accs[2 * half:2 * half + 2]
+      for x_s in (z_s.at[:, at], low_s):
+        multiply(static, sum_acc, running_s, x_s)
+        multiply(static, few_acc, x_s.transpose((1, 0)),
+                 square_s.at[pl.ds(0, 8)].transpose((1, 0)))
+      if scales is None:
+        plgpu.barrier_wait(token_barrier)
+        scales = _scale(static, q_s) * static.scale, _scale(static, k_s)
+      sum_JK = plgpu.wgmma_accumulator_load(sum_acc)
+      sums_s.at[:, at].transpose((1, 0))[...] = plgpu.layout_cast(
+          few_acc[...], plgpu.Layout.WGMMA_TRANSPOSED)
+      plgpu.commit_smem()
+      channels = _Channels(
+          q_s.at[:, at], k_s.at[:, at], sum_JK,
+          [_vector(sums_s.at[x, at], COLUMN) for x in range(3)])
+      _store_up(channels, q_up_s, k_up_s)
+      plgpu.commit_smem()
+      for tile in range(CHUNK // TILE):
+        rows = pl.ds(tile * TILE, TILE)
+        key = _keys_seen(channels, tile)
+        for acc, up_s in ((mix_acc, q_up_s), (pair_acc, k_up_s)):
+          multiply(static, acc.at[:, rows], key,
+                   up_s.at[rows].transpose((1, 0)))
+      # behind the products above
+      _store_ends(channels, q_s.at[:, at], k_s.at[:, at], k_read_s.at[:, at],
+                  scales, marks)
+      gamma_s[at] = jnp.exp2(channels.last_K) * marks[4]
+    column_s[0] = scales[0]
+    column_s[1] = scales[1] * beta_J
+    return (plgpu.wgmma_accumulator_load(mix_acc),
+            plgpu.wgmma_accumulator_load(pair_acc), scales[1])
 
-  pairs = []
-  for tile in range(CHUNK // TILE):
-    weights = _weights(weights_ref, f"down {tile}")
-    keys = [(_load(k_s, half) * sums(weights, half)).astype(jnp.bfloat16)
-            for half in (0, 1)]
-    rows = pl.ds(tile * TILE, TILE)
-    pairs.append([
-        product(static, (CHUNK, TILE), *(
-            (keys[half], up_s.at[rows, _at(half)].transpose((1, 0)))
-            for half in (0, 1)))
-        for up_s in (q_up_s, k_up_s)])
-  mix_JC, pair_JC = (jnp.concatenate(x, axis=1) for x in zip(*pairs))
-  same_JC = None
-  if static.marks:
-    same_JC = _wide(_vector(marks_ref.at[b, n, 3], ROW), 0) == _wide(
-        _vector(marks_ref.at[b, n, 3], COLUMN), 1)
-  key_J = _wide(k_scale, 0)
-  mix_JC = jnp.where(_keeps(same_JC, strict=False), mix_JC * key_J * _wide(
-      plgpu.load(column_s.at[0], layout=COLUMN, optimized=False), 1), 0).astype(jnp.bfloat16)
-  lower_JC = jnp.where(_keeps(same_JC, strict=True), pair_JC * key_J * _wide(
-      plgpu.load(column_s.at[1], layout=COLUMN, optimized=False), 1), 0)
-  plgpu.commit_smem()  # all products are done before a copy overwrites
-  plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g], q_up_s, value_barrier)
-
-  reads = writes = 1.0
-  if static.marks:
-    reads, writes = (_vector(marks_ref.at[b, n, x], ROW) for x in (1, 2))
-  _ends(weights_ref, sums, q_s, k_s, k_up_s, q_scale * reads, k_scale * reads,
-        k_scale * writes)
-  for half in (0, 1):
-    whole_K8 = product(static, (64, 8), *(
-        (x_s.transpose((1, 0)), square_s.at[pl.ds(0, 8)].transpose((1, 0)))
-        for x_s in (z_s.at[:, _at(half)], low_s.at[half])))
-    gamma_K = jnp.exp2(jnp.max(whole_K8, axis=1))
-    if static.marks:
-      gamma_K *= _vector(marks_ref.at[b, n, 4], ROW)
-    gamma_s[_at(half)] = gamma_K
-  plgpu.commit_smem()  # all products of the decays are done
-  low_s[0] = mix_JC
-  plgpu.commit_smem()
-  for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref),
-                     (low_s.at[0], mix_ref), (gamma_s, gamma_ref)):
+  acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+  few = plgpu.ACC((CHUNK, 8), jnp.float32)
+  mix_JC, pair_JC, k_scale = pl.run_scoped(
+      pairs, acc, acc, acc, few, acc, few)
+  plgpu.commit_smem()  # all products are done before their operands go
+  for half, up_s in enumerate((q_up_s, k_up_s)):
+    plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(half * 64, 64)],
+                            up_s, value_barrier)
+  for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref), (gamma_s, gamma_ref)):
     plgpu.copy_smem_to_gmem(x_s, x_ref.at[b, g, n])
-
-  inverse_JC = _inverse(static, lower_JC, square_s, z_s.at[:, _at(0)])
-  m_s = low_s.at[1]
+  row, column = _iotas()
+  keeps = row <= column
+  if static.marks:
+    keeps &= _wide(marks[3], 0) == _wide(
+        _vector(marks_ref.at[b, n, 3], COLUMN), 1)
+  mix_JC *= _wide(k_scale, 0) * _wide(_vector(column_s.at[0], COLUMN), 1)
+  pair_JC *= _wide(k_scale, 0) * _wide(_vector(column_s.at[1], COLUMN), 1)
+  low_s[...] = jnp.where(keeps, mix_JC, 0.0).astype(jnp.bfloat16)
+  upper_JC = jnp.where(keeps & (row != column), pair_JC, 0.0)
+  inverse_JC = _inverse(static, upper_JC, z_s.at[:, pl.ds(0, 64)],
+                        (z_s.at[:, pl.ds(64, 64)], square_s),
+                        k_s.at[:, pl.ds(0, 64)],
+                        lambda: plgpu.copy_smem_to_gmem(
+                            low_s, mix_ref.at[b, g, n]))
+  m_s = square_s
   m_s[...] = (inverse_JC * _wide(beta_J, 0)).astype(jnp.bfloat16)
   plgpu.commit_smem()
+  plgpu.barrier_wait(value_barrier)
+
+  def solved(*accs):
+    for half, (v_s, w_acc, u_acc) in enumerate(
+        zip((q_up_s, k_up_s), accs[:2], accs[2:])):
+      multiply(static, w_acc, m_s.transpose((1, 0)),
+               k_read_s.at[:, pl.ds(half * 64, 64)])
+      multiply(static, u_acc, v_s.transpose((1, 0)), m_s)
+    return tuple(x[...] for x in accs)
+
+  *w, u_0, u_1 = pl.run_scoped(solved, acc, acc, acc, acc)
   for half in (0, 1):
-    w = product(static, (CHUNK, 64), (m_s.transpose((1, 0)), k_up_s.at[:, _at(half)]))
-    z_s[:, _at(half)] = (-w).astype(jnp.bfloat16)
+    z_s[:, pl.ds(half * 64, 64)] = (-w[half]).astype(jnp.bfloat16)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(z_s, w_ref.at[b, g, n])
-  plgpu.barrier_wait(value_barrier)
-  u = [product(static, (64, CHUNK), (q_up_s.at[:, _at(half)].transpose((1, 0)), m_s))
-       for half in (0, 1)]
-  for half in (0, 1):
-    k_up_s[:, _at(half)] = u[half].astype(jnp.bfloat16)
+  for half, u in enumerate((u_0, u_1)):
+    k_read_s[:, pl.ds(half * 64, 64)] = u.astype(jnp.bfloat16)
   plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(k_up_s, u_ref.at[b, g, n])
+  plgpu.copy_smem_to_gmem(k_read_s, u_ref.at[b, g, n])
   plgpu.wait_smem_to_gmem(0)
 
 
-def _at(half):
-  """The channels of one half of a head."""
-  return pl.ds(half * 64, 64)
+def multiply(static, acc_ref, a, b, spare_s=None):
+  """acc += a b, where a may lie in registers.
 
+  The interpreter reads operands from shared memory only: there a goes through
+  `spare_s`, or a buffer made for it.
+  """
+  if not (static.interpret and isinstance(a, jax.Array)):
+    plgpu.wgmma(acc_ref, a, b)
+    return
 
-def _load(x_s, half):
-  """One half of a tile of tokens, as float32."""
-  return x_s[:, _at(half)].astype(jnp.float32)
+  def through_memory(a_s):
+    a_s[...] = a
+    plgpu.commit_smem()
+    plgpu.wgmma(acc_ref, a_s, b)
 
-
-def _store(x_s, half, x):
-  x_s[:, _at(half)] = x.astype(jnp.bfloat16)
+  if spare_s is not None:
+    through_memory(spare_s)
+  else:
+    pl.run_scoped(through_memory, plgpu.SMEM(a.shape, a.dtype,
+                                             transforms=SWIZZLED))
 
 
 def _vector(ref, layout):
-  """A vector of global memory, along the rows or columns of a product."""
+  """A vector along the rows or the columns of a product."""
   return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _wide(x, axis, columns=CHUNK):
+def _wide(x, axis):
   """Repeats a vector: axis 0 if it lies along the rows."""
-  shape = (CHUNK, columns)
-  return jax.lax.broadcast_in_dim(x, shape, (axis,))
+  return jax.lax.broadcast_in_dim(x, (CHUNK, CHUNK), (axis,))
 
 
 def _iotas():
@@ -249,32 +218,24 @@ def _iotas():
           for axis in (0, 1)]
 
 
-def _keeps(same_JC, strict):
-  """Pairs of a query and a key not after it, in one document."""
-  j, c = _iotas()
-  keeps = j < c if strict else j <= c
-  return keeps if same_JC is None else keeps & same_JC
+def _minus_one_where(mask):
+  """-1, since decays are kept without their signs; else 0."""
+  full = functools.partial(jnp.full, mask.shape, dtype=jnp.bfloat16)
+  return jnp.where(mask, full(-1.0), full(0.0))
 
 
-def _gate(static, z_s, low_s, slope_ref, bias_ref, real_ref):
-  """Replaces gate inputs by the log2 decay, in two terms of bfloat16."""
-  x = z_s[...].astype(jnp.float32)
-  if static.gate:
-    x = x * _wide(_vector(slope_ref, COLUMN), 1) + _wide(
-        _vector(bias_ref, COLUMN), 1)
-    # a reciprocal is a call, and this two instructions
-    root = jax.lax.rsqrt(1.0 + jnp.exp2(x))
-    x = (static.floor * LOG2E) * (root * root)
-  else:
-    x *= LOG2E
-  if static.marks:
-    x *= _wide(_vector(real_ref, ROW), 0)
-  z_s[...], low_s[...] = _split(x)
+def _running_sums():
+  """The matrix that makes running sums of a chunk's log decays."""
+  row, column = _iotas()
+  return _minus_one_where(column <= row)
 
 
-def _weights(weights_ref, name):
-  return plgpu.load(weights_ref.at[WEIGHTS.index(name)],
-                    layout=plgpu.Layout.WGMMA, optimized=False)
+def _selected_tokens():
+  """Tokens up to the middle of either tile in rows 0 and 1, all in others."""
+  row, column = _iotas()
+  last = jnp.where(row == 0, TILE // 2,
+                   jnp.where(row == 1, TILE + TILE // 2, CHUNK))
+  return _minus_one_where(column <= last)
 
 
 def _split(x):
@@ -284,62 +245,139 @@ def _split(x):
   return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
-def _sums(static, z_s, low_s, weights, half):
-  """2^(sums of the decays over tokens with some weights), half the channels."""
-  return jnp.exp2(product(
-      static, (CHUNK, 64), (weights, z_s.at[:, _at(half)]),
-      (weights, low_s.at[half])))
+def _gate(static, z_s, low_s, gate_s, real):
+  """Replaces gate inputs by minus the log2 decay, in two terms."""
+  x = z_s[...].astype(jnp.float32)
+  if static.gate:
+    slope, bias = (_wide(_vector(gate_s.at[x], COLUMN), 1) for x in (0, 1))
+    # -floor / (1 + 2^(..)): a division would be a call
+    x = jnp.exp2(math.log2(-static.floor * LOG2E) - jnp.log2(
+        1.0 + jnp.exp2(x * slope + bias)))
+  else:
+    x *= -LOG2E
+  if static.marks:
+    x *= _wide(real, 0)
+  z_s[...], low_s[...] = _split(x)
 
 
 def _scale(static, x_s):
   """What the rows are to be multiplied by."""
   if not static.normalize:
-    return jnp.ones((CHUNK,), jnp.float32)
+    return plgpu.layout_cast(jnp.ones((CHUNK,), jnp.float32), ROW)
   square = 0.0
   for half in (0, 1):
-    x = _load(x_s, half)
+    x = x_s[:, pl.ds(half * 64, 64)].astype(jnp.float32)
     square += jnp.sum(x * x, axis=1)
   return jax.lax.rsqrt(square + UNIT_EPSILON)
 
 
-def _ends(weights_ref, sums, q_s, k_s, k_read_s, q_scale, k_scale, k_last):
-  """Decays queries and keys from the chunk's start, keys to its end."""
-  weights = _weights(weights_ref, "read")
-  for half in (0, 1):
-    read = sums(weights, half)
-    _store(q_s, half, _load(q_s, half) * _wide(q_scale, 0) * read)
-    _store(k_read_s, half, _load(k_s, half) * _wide(k_scale, 0) * read)
-  weights = _weights(weights_ref, "write")
-  for half in (0, 1):
-    write = sums(weights, half)
-    _store(k_s, half, _load(k_s, half) * _wide(k_last, 0) * write)
+class _Channels:
+  """64 channels of a chunk: queries, keys and running sums of the decay.
+
+  Attributes:
+    sum: running sums of the log2 decay.
+    middles: those in the middle of each tile of queries.
+    last: that of the whole chunk.
+  """
+
+  def __init__(self, q_s, k_s, sum_JK, few):
+    self.q_s, self.k_s, self.sum_JK = q_s, k_s, sum_JK
+    *middles, self.last_K = few
+    self.middles = [_wide(x, 1) for x in middles]
+
+  # loaded again for each use: registers are what the kernel is short of
+  @property
+  def q(self):
+    return self.q_s[...]
+
+  @property
+  def k(self):
+    return self.k_s[...]
 
 
-def _inverse(static, upper, x_s, y_s):
+def _narrow(x):
+  return x.astype(jnp.bfloat16)
+
+
+  # loaded again for each use: registers are what the kernel is short of
+  @property
+  def q(self):
+    return self.q_s[...]
+
+  @property
+  def k(self):
+    return self.k_s[...]
+
+
+def _store_up(channels, q_up_s, k_up_s):
+  """Decays queries and keys, as readers, from the middle of their tile."""
+  up = jnp.exp2(channels.sum_JK - jnp.where(
+      _iotas()[0] < TILE, *channels.middles))
+  q_up_s[...] = channels.q * _narrow(up)
+  k_up_s[...] = channels.k * _narrow(up)
+
+
+def _keys_seen(channels, tile):
+  """Keys decayed to the middle of a tile of queries.
+
+  Keys after the tile may overflow: no query of the tile may read them.
+  """
+  return channels.k * _narrow(jnp.exp2(
+      channels.middles[tile] - channels.sum_JK))
+
+
+def _store_ends(channels, q_s, k_s, k_read_s, scales, marks):
+  """Decays queries and keys from the chunk's start, and keys to its end."""
+  q_scale, k_scale = scales
+  read = jnp.exp2(channels.sum_JK)
+  q_s[...] = channels.q * _narrow(read * _wide(q_scale * marks[1], 0))
+  k = channels.k
+  k_read_s[...] = k * _narrow(read * _wide(k_scale * marks[1], 0))
+  write = jnp.exp2(_wide(channels.last_K, 1) - channels.sum_JK)
+  k_s[...] = k * _narrow(write * _wide(k_scale * marks[2], 0))
+
+
+def _inverse(static, upper, upper_s, x_s, low_s, once_committed):
   """(I + upper)^-1, strictly upper; merges blocks of 2, 4, ... rows.
 
   Each merge is [[a, c], [0, b]]^-1 = [[a', -a' c b'], [0, b']]: as stable as
   substitution, which a power series with its large terms is not. A Newton step
   with the residual to 16 bits takes out the merges' rounding.
   """
-  shape = (CHUNK, CHUNK)
   narrow = lambda y: y.astype(jnp.bfloat16)
-
-  def times(left, right_s, right):
-    right_s[...] = right
-    plgpu.commit_smem()
-    return product(static, shape, *((x, right_s) for x in left))
-
   row, column = _iotas()
-  eye = jnp.where(row == column, 1.0, 0.0)
-  x = eye - jnp.where(row // 2 == column // 2, upper, 0.0)
+  acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+  high, low = _split(upper)
+  upper_s[...] = high
+  plgpu.commit_smem()
+  once_committed()
+  x = jnp.where(row == column, 1.0, 0.0) - jnp.where(
+      row >> 1 == column >> 1, upper, 0.0)
+
+  def merge(level, x, left_acc, add_acc):
+    joins = (row >> level) ^ (column >> level) == 1
+    multiply(static, left_acc, narrow(x), upper_s)
+    here_s = x_s[level % 2]  # others may still read what they last used
+    here_s[...] = narrow(x)
+    plgpu.commit_smem()
+    left = jnp.where(joins, left_acc[...], 0.0)
+    multiply(static, add_acc, narrow(left), here_s)
+    return x - add_acc[...]
+
   for level in range(1, 6):
-    joins = (row >> (level + 1) == column >> (level + 1)) & (
-        row >> level != column >> level)
-    y = times([narrow(jnp.where(joins, upper, 0.0))], x_s, narrow(x))
-    x -= times([narrow(x)], y_s, narrow(y))
-  high, low = _split(x)
-  y = times(_split(upper), x_s, high)
-  # y leaves out what x's own rounding left out
-  residual = narrow(eye - x - y + low.astype(jnp.float32))
-  return x - low.astype(jnp.float32) + times([high], y_s, residual)
+    x = pl.run_scoped(functools.partial(merge, level, x), acc, acc)
+
+  def newton(product_acc, add_acc):
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    high, rest = _split(x)
+    multiply(static, product_acc, high, upper_s)
+    x_s[0][...] = high
+    low_s[...] = low
+    plgpu.commit_smem()
+    multiply(static, product_acc, high, low_s)
+    rest = rest.astype(jnp.float32)
+    residual = jnp.where(row == column, 1.0, 0.0) - x + rest - product_acc[...]
+    multiply(static, add_acc, narrow(residual), x_s[0])
+    return x - rest + add_acc[...]
+
+  return pl.run_scoped(newton, acc, acc)
