@@ -52,6 +52,7 @@ def intra(static, size):
       grid_names=("head", "chunk", "batch"),
       compiler_params=plgpu.CompilerParams(
           approx_math=True, unsafe_no_auto_barriers=True,
+          reduction_scratch_bytes=512,  # two blocks must fit a multiprocessor
           lowering_semantics=plgpu.LoweringSemantics.Lane))
 
 
@@ -89,51 +90,53 @@ def _intra(
            if static.marks else 1.0 for x in range(5)]
   square_s[...] = _selected_tokens()
   running_s[...] = _running_sums()
-  plgpu.barrier_wait(gate_barrier)
 
-  def pairs(mix_acc, pair_acc, *accs):
-    """Sums over both halves of the channels; all else is by the half."""
-    scales = None
-    for half in (0, 1):
-      at = pl.ds(half * 64, 64)
-      _gate(static, z_s.at[:, at], low_s, gate_s.at[:, at], marks[0])
-      plgpu.commit_smem()
-      sum_acc, few_acc = accs[2 * half:2 * half + 2]
-      for x_s in (z_s.at[:, at], low_s):
-        multiply(static, sum_acc, running_s, x_s)
-        multiply(static, few_acc, x_s.transpose((1, 0)),
-                 square_s.at[pl.ds(0, 8)].transpose((1, 0)))
-      if scales is None:
-        plgpu.barrier_wait(token_barrier)
-        scales = _scale(static, q_s) * static.scale, _scale(static, k_s)
-      sum_JK = plgpu.wgmma_accumulator_load(sum_acc)
-      sums_s.at[:, at].transpose((1, 0))[...] = plgpu.layout_cast(
-          few_acc[...], plgpu.Layout.WGMMA_TRANSPOSED)
-      plgpu.commit_smem()
-      channels = _Channels(
-          q_s.at[:, at], k_s.at[:, at], sum_JK,
-          [_vector(sums_s.at[x, at], COLUMN) for x in range(3)])
-      _store_up(channels, q_up_s, k_up_s)
-      plgpu.commit_smem()
-      for tile in range(CHUNK // TILE):
-        rows = pl.ds(tile * TILE, TILE)
-        key = _keys_seen(channels, tile)
-        for acc, up_s in ((mix_acc, q_up_s), (pair_acc, k_up_s)):
-          multiply(static, acc.at[:, rows], key,
-                   up_s.at[rows].transpose((1, 0)))
-      # behind the products above
-      _store_ends(channels, q_s.at[:, at], k_s.at[:, at], k_read_s.at[:, at],
-                  scales, marks)
-      gamma_s[at] = jnp.exp2(channels.last_K) * marks[4]
-    column_s[0] = scales[0]
-    column_s[1] = scales[1] * beta_J
-    return (plgpu.wgmma_accumulator_load(mix_acc),
-            plgpu.wgmma_accumulator_load(pair_acc), scales[1])
+  def half(part, mix_acc, pair_acc, sum_acc, few_acc):
+    """What half of the channels add to all pairs of tokens."""
+    at = pl.ds(part * 64, 64)
+    _gate(static, z_s.at[:, at], low_s, gate_s.at[:, at], marks[0])
+    plgpu.commit_smem()
+    for x_s in (z_s.at[:, at], low_s):
+      multiply(static, sum_acc, running_s, x_s)
+      multiply(static, few_acc, x_s.transpose((1, 0)),
+               square_s.at[pl.ds(0, 8)].transpose((1, 0)))
+    sum_JK = plgpu.wgmma_accumulator_load(sum_acc)
+    sums_s.at[:, at].transpose((1, 0))[...] = plgpu.layout_cast(
+        few_acc[...], plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    channels = _Channels(
+        q_s.at[:, at], k_s.at[:, at], sum_JK,
+        [_vector(sums_s.at[x, at], COLUMN) for x in range(3)])
+    _store_up(channels, q_up_s, k_up_s)
+    plgpu.commit_smem()
+    for tile in range(CHUNK // TILE):
+      rows = pl.ds(tile * TILE, TILE)
+      key = _keys_seen(channels, tile)
+      for acc, up_s in ((mix_acc, q_up_s), (pair_acc, k_up_s)):
+        multiply(static, acc.at[:, rows], key,
+                 up_s.at[rows].transpose((1, 0)))
+    # behind the products above
+    _store_ends(channels, q_s.at[:, at], k_s.at[:, at], k_read_s.at[:, at],
+                scales, marks)
+    gamma_s[at] = jnp.exp2(channels.last_K) * marks[4]
 
   acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
   few = plgpu.ACC((CHUNK, 8), jnp.float32)
-  mix_JC, pair_JC, k_scale = pl.run_scoped(
-      pairs, acc, acc, acc, few, acc, few)
+
+  def pairs(mix_acc, pair_acc):
+    @pl.loop(0, 2)
+    def _(part):
+      pl.run_scoped(functools.partial(half, part, mix_acc, pair_acc), acc, few)
+    return mix_acc[...], pair_acc[...]
+
+  plgpu.commit_smem()
+  plgpu.barrier_wait(token_barrier)
+  q_scale, k_scale = _scales(static, square_s, q_s, k_s)
+  scales = q_scale * static.scale, k_scale
+  column_s[0] = scales[0]
+  column_s[1] = k_scale * beta_J
+  plgpu.barrier_wait(gate_barrier)
+  mix_JC, pair_JC = pl.run_scoped(pairs, acc, acc)
   plgpu.commit_smem()  # all products are done before their operands go
   for half, up_s in enumerate((q_up_s, k_up_s)):
     plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(half * 64, 64)],
@@ -260,15 +263,23 @@ def _gate(static, z_s, low_s, gate_s, real):
   z_s[...], low_s[...] = _split(x)
 
 
-def _scale(static, x_s):
-  """What the rows are to be multiplied by."""
+def _scales(static, ones_s, *tiles):
+  """What the rows of each tile are to be multiplied by: 1 / |row|."""
   if not static.normalize:
-    return plgpu.layout_cast(jnp.ones((CHUNK,), jnp.float32), ROW)
-  square = 0.0
-  for half in (0, 1):
-    x = x_s[:, pl.ds(half * 64, 64)].astype(jnp.float32)
-    square += jnp.sum(x * x, axis=1)
-  return jax.lax.rsqrt(square + UNIT_EPSILON)
+    one = plgpu.layout_cast(jnp.ones((CHUNK,), jnp.float32), ROW)
+    return [one for _ in tiles]
+
+  def squares(*accs):
+    for acc, x_s in zip(accs, tiles):
+      for half in (0, 1):
+        x = x_s[:, pl.ds(half * 64, 64)]
+        multiply(static, acc, x * x, ones_s.at[pl.ds(0, 8)].transpose((1, 0)))
+    return tuple(acc[...] for acc in accs)
+
+  few = plgpu.ACC((CHUNK, 8), jnp.float32)
+  # Most columns have minus the sum; two leave some channels out.
+  return [jax.lax.rsqrt(UNIT_EPSILON - jnp.min(x, axis=1))
+          for x in pl.run_scoped(squares, *(few for _ in tiles))]
 
 
 class _Channels:

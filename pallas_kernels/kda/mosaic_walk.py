@@ -115,15 +115,15 @@ def _walk(
       """The next chunk awaits the writes and what they add to the state."""
       multiply(static, u_acc, narrow_VK, w_s.at[slot].transpose((1, 0)),
                spare_s[0])
-      if o_VC is not None:
-        store(n - 1, o_VC)
-      u_VC = plgpu.wgmma_accumulator_load(u_acc)
-      u_VC = (u_VC + u_s[slot].astype(jnp.float32)).astype(jnp.bfloat16)
-      multiply(static, add_acc, u_VC, k_s.at[slot], spare_s[1])
       multiply(static, o_acc, narrow_VK, q_s.at[slot].transpose((1, 0)),
                spare_s[0])
+      if o_VC is not None:
+        store(n - 1, o_VC)
+      u_VC = plgpu.wgmma_accumulator_load(u_acc, wait_n=1)
+      u_VC = (u_VC + u_s[slot].astype(jnp.float32)).astype(jnp.bfloat16)
+      multiply(static, add_acc, u_VC, k_s.at[slot], spare_s[1])
       multiply(static, o_acc, u_VC, mix_s.at[slot], spare_s[1])
-      add_VK = plgpu.wgmma_accumulator_load(add_acc, wait_n=2)
+      add_VK = plgpu.wgmma_accumulator_load(add_acc, wait_n=1)
       return (s_VK * gamma_VK + add_VK,
               plgpu.wgmma_accumulator_load(o_acc).astype(jnp.bfloat16))
 
