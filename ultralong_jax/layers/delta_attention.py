@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kda
-from ultralong_jax.layers import norm, short_conv
+from ultralong_jax.layers import linear, norm, short_conv
 
 # Every how many tokens the decay is sampled for the statistics.
 SAMPLE_TOKENS = 64
@@ -91,12 +91,11 @@ class KimiDeltaAttention(nn.Module):
       state: after the row's last real token; None for None.
     """
     del positions_BT
-    dtype, width = x_BTD.dtype, x_BTD.shape[-1]
+    width = x_BTD.shape[-1]
     heads, key, value = self.heads, self.key_width, self.value_width
-    normal = nn.initializers.normal(0.02)
 
-    def weight(name, *shape):
-      return self.param(name, normal, shape, jnp.float32).astype(dtype)
+    def project(x, name, *shape):
+      return linear.linear(x, linear.weight(self, name, *shape))
 
     def conv(name, x, tail):
       w = self.param(name, short_conv.init, (self.conv_width, *x.shape[2:]),
@@ -106,28 +105,23 @@ class KimiDeltaAttention(nn.Module):
 
     tails = (None,) * 3 if state is None else (
         state.tail_q_BIHK, state.tail_k_BIHK, state.tail_v_BIHV)
-    q_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD,
-                        weight("w_q_DHK", width, heads, key))
-    k_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD,
-                        weight("w_k_DHK", width, heads, key))
-    v_BTHV = jnp.einsum("BTD,DHV->BTHV", x_BTD,
-                        weight("w_v_DHV", width, heads, value))
+    q_BTHK = project(x_BTD, "w_q_DHK", width, heads, key)
+    k_BTHK = project(x_BTD, "w_k_DHK", width, heads, key)
+    v_BTHV = project(x_BTD, "w_v_DHV", width, heads, value)
     q_BTHK, tail_q_BIHK = conv("conv_q_IHK", q_BTHK, tails[0])
     k_BTHK, tail_k_BIHK = conv("conv_k_IHK", k_BTHK, tails[1])
     v_BTHV, tail_v_BIHV = conv("conv_v_IHV", v_BTHV, tails[2])
 
-    narrow_BTR = jnp.einsum("BTD,DR->BTR", x_BTD,
-                            weight("w_decay_down_DR", width, key))
-    z_BTHK = jnp.einsum("BTR,RHK->BTHK", narrow_BTR,
-                        weight("w_decay_up_RHK", key, heads, key))
+    narrow_BTR = project(x_BTD, "w_decay_down_DR", width, key)
+    z_BTHK = project(narrow_BTR, "w_decay_up_RHK", key, heads, key)
     a_log_H = self.param("a_log_H", nn.initializers.zeros, (heads,),
                          jnp.float32)
     dt_bias_HK = self.param("dt_bias_HK", init_dt_bias, (heads, key),
                             jnp.float32)
     # float32 from the product on: rounding the logits to bfloat16 makes the
     # write strength drift over long documents.
-    beta_BTH = jnp.einsum("BTD,DH->BTH", x_BTD,
-                          weight("w_beta_DH", width, heads),
+    w_beta_DH = linear.weight(self, "w_beta_DH", width, heads)
+    beta_BTH = jnp.einsum("BTD,DH->BTH", x_BTD, w_beta_DH.astype(x_BTD.dtype),
                           preferred_element_type=jnp.float32)
     self._count(z_BTHK, a_log_H, dt_bias_HK, documents_BT)
 
@@ -142,11 +136,10 @@ class KimiDeltaAttention(nn.Module):
     scale_V = self.param("scale_V", nn.initializers.ones, (value,),
                          jnp.float32)
     o_BTHV = norm.rms_norm(o_BTHV, scale_V, self.epsilon)
-    gate_BTHV = jnp.einsum("BTD,DHV->BTHV", x_BTD,
-                           weight("w_gate_DHV", width, heads, value))
+    gate_BTHV = project(x_BTD, "w_gate_DHV", width, heads, value)
     o_BTHV *= jax.nn.sigmoid(gate_BTHV)
-    y_BTD = jnp.einsum("BTHV,HVD->BTD", o_BTHV,
-                       weight("w_out_HVD", heads, value, width))
+    y_BTD = linear.linear(
+        o_BTHV, linear.weight(self, "w_out_HVD", heads, value, width), axes=2)
     if state is None:
       return y_BTD, None
     return y_BTD, DeltaState(s_BHKV, tail_q_BIHK, tail_k_BIHK, tail_v_BIHV)

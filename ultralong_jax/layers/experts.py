@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from ultralong_jax.layers import balance, glu, norm, router
+from ultralong_jax.layers import balance, glu, linear, norm, router
 
 IMPLEMENTATIONS = ("blocks", "ragged", "tokamax", "dense")
 
@@ -252,19 +252,19 @@ class LatentExperts(nn.Module):
 
     z_XR = x_XD
     if self.latent:
-      z_XR = jnp.einsum("XD,DR->XR", x_XD,
-                        self._weight("w_compress_DR", width, rank, dtype))
+      z_XR = linear.linear(
+          x_XD, linear.weight(self, "w_compress_DR", width, rank))
     inner = self.experts, rank, self.hidden
     outer = self.experts, self.hidden, rank
     y_XD = mix(
-        z_XR, self._weight("w_gate_ERF", *inner, dtype),
-        self._weight("w_up_ERF", *inner, dtype),
-        self._weight("w_down_EFR", *outer, dtype),
+        z_XR, linear.weight(self, "w_gate_ERF", *inner).astype(dtype),
+        linear.weight(self, "w_up_ERF", *inner).astype(dtype),
+        linear.weight(self, "w_down_EFR", *outer).astype(dtype),
         choice_XA, weight_XA, self.glu, self.implementation).astype(dtype)
     if self.latent:
       u_XR = norm.RMSNorm(self.epsilon, name="latent_norm")(y_XD)
-      y_XD = jnp.einsum("XR,RD->XD", u_XR,
-                        self._weight("w_expand_RD", rank, width, dtype))
+      y_XD = linear.linear(
+          u_XR, linear.weight(self, "w_expand_RD", rank, width))
     y_BTD = y_XD.reshape(x_BTD.shape)
     if self.shared:
       y_BTD += glu.GatedUnit(self.shared * self.hidden, self.glu,
@@ -272,15 +272,10 @@ class LatentExperts(nn.Module):
     # Zero here, so no gradient reaches padding, its router scores included.
     return jnp.where(valid_BT[..., None], y_BTD, 0)
 
-  def _weight(self, name, *shape_and_dtype):
-    *shape, dtype = shape_and_dtype
-    return self.param(name, nn.initializers.normal(0.02), tuple(shape),
-                      jnp.float32).astype(dtype)
-
   def _route(self, x_XD, valid_X):
     """Chooses experts, weighs them, and counts when asked to."""
-    w_router_DE = self._weight("w_router_DE", x_XD.shape[1], self.experts,
-                               jnp.float32)
+    w_router_DE = linear.weight(self, "w_router_DE", x_XD.shape[1],
+                                self.experts)
     threshold_E = self.variable("router", "threshold_E", jnp.zeros,
                                 (self.experts,), jnp.float32).value
     s_XE = router.scores(x_XD, w_router_DE)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from ultralong_jax.layers import linear
+
 
 def situ(gate, up, gate_bound=4., up_bound=25.):
   """SiLU with soft caps on both branches.
@@ -93,15 +95,11 @@ class GatedUnit(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD):
-    init = nn.initializers.normal(0.02)
     width = x_BTD.shape[-1]
-    w_gate_DF = self.param("w_gate_DF", init, (width, self.hidden),
-                           jnp.float32)
-    w_up_DF = self.param("w_up_DF", init, (width, self.hidden), jnp.float32)
-    w_down_FD = self.param("w_down_FD", init, (self.hidden, width),
-                           jnp.float32)
-    dtype = x_BTD.dtype
-    gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, w_gate_DF.astype(dtype))
-    up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, w_up_DF.astype(dtype))
+    w_gate_DF = linear.weight(self, "w_gate_DF", width, self.hidden)
+    w_up_DF = linear.weight(self, "w_up_DF", width, self.hidden)
+    w_down_FD = linear.weight(self, "w_down_FD", self.hidden, width)
+    gate_BTF = linear.linear(x_BTD, w_gate_DF)
+    up_BTF = linear.linear(x_BTD, w_up_DF)
     f_BTF = activate(self.kind, gate_BTF, up_BTF)
-    return jnp.einsum("BTF,FD->BTD", f_BTF, w_down_FD.astype(dtype))
+    return linear.linear(f_BTF, w_down_FD)

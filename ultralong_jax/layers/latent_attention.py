@@ -8,8 +8,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from ultralong_jax.layers import attention
-from ultralong_jax.layers import norm
+from ultralong_jax.layers import attention, linear, norm
 
 
 @flax.struct.dataclass
@@ -82,54 +81,53 @@ class LatentAttention(nn.Module):
         dropped; None for None.
     """
     del positions_BT, continues_B
-    dtype, width = x_BTD.dtype, x_BTD.shape[-1]
+    width = x_BTD.shape[-1]
     heads, query_width = self.heads, self.key_width + self.shared_width
 
-    def weight(name, *shape):
-      init = nn.initializers.normal(0.02)
-      return self.param(name, init, shape, jnp.float32).astype(dtype)
+    def project(x, name, *shape):
+      return linear.linear(x, linear.weight(self, name, *shape))
 
     def scale_of(name, width):
       return self.param(name, nn.initializers.ones, (width,), jnp.float32)
 
     if self.query_rank:
-      w_q_down_DQ = weight("w_q_down_DQ", width, self.query_rank)
-      w_q_up_QHK = weight("w_q_up_QHK", self.query_rank, heads, query_width)
-      q_BTQ = jnp.einsum("BTD,DQ->BTQ", x_BTD, w_q_down_DQ)
+      q_BTQ = project(x_BTD, "w_q_down_DQ", width, self.query_rank)
       q_BTQ = norm.rms_norm(
           q_BTQ, scale_of("query_scale_Q", self.query_rank), self.epsilon)
-      q_BTHK = jnp.einsum("BTQ,QHK->BTHK", q_BTQ, w_q_up_QHK)
+      q_BTHK = project(q_BTQ, "w_q_up_QHK", self.query_rank, heads,
+                       query_width)
     else:
-      w_q_DHK = weight("w_q_DHK", width, heads, query_width)
-      q_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD, w_q_DHK)
+      q_BTHK = project(x_BTD, "w_q_DHK", width, heads, query_width)
 
-    w_down_DR = weight("w_down_DR", width, self.rank)
-    w_shared_DU = weight("w_shared_DU", width, self.shared_width)
-    w_k_up_RHK = weight("w_k_up_RHK", self.rank, heads, self.key_width)
-    w_v_up_RHV = weight("w_v_up_RHV", self.rank, heads, self.value_width)
     latent_BTR = norm.rms_norm(
-        jnp.einsum("BTD,DR->BTR", x_BTD, w_down_DR),
+        project(x_BTD, "w_down_DR", width, self.rank),
         scale_of("latent_scale_R", self.rank), self.epsilon)
-    key_BTU = jnp.einsum("BTD,DU->BTU", x_BTD, w_shared_DU)
+    key_BTU = project(x_BTD, "w_shared_DU", width, self.shared_width)
+    w_k_up_RHK = linear.weight(self, "w_k_up_RHK", self.rank, heads,
+                               self.key_width)
+    w_v_up_RHV = linear.weight(self, "w_v_up_RHV", self.rank, heads,
+                               self.value_width)
 
     if state is None:
       o_BTHV = attention.causal_attention(
-          q_BTHK, jnp.einsum("BTR,RHK->BTHK", latent_BTR, w_k_up_RHK),
-          jnp.einsum("BTR,RHV->BTHV", latent_BTR, w_v_up_RHV), documents_BT,
+          q_BTHK, linear.linear(latent_BTR, w_k_up_RHK),
+          linear.linear(latent_BTR, w_v_up_RHV), documents_BT,
           k_shared_BSU=key_BTU, implementation=self.implementation)
     else:
       index_BT = state.length_B[:, None] + jnp.arange(
           x_BTD.shape[1], dtype=jnp.int32)[None]
       state = write(state, latent_BTR, key_BTU, documents_BT, index_BT)
       attend = absorbed if x_BTD.shape[1] == 1 else expanded
-      o_BTHV = attend(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK,
-                      w_v_up_RHV)
+      o_BTHV = attend(q_BTHK, documents_BT, index_BT, state,
+                      w_k_up_RHK.astype(x_BTD.dtype),
+                      w_v_up_RHV.astype(x_BTD.dtype))
 
     if self.gate:
-      w_gate_DHV = weight("w_gate_DHV", width, heads, self.value_width)
-      o_BTHV *= jax.nn.sigmoid(jnp.einsum("BTD,DHV->BTHV", x_BTD, w_gate_DHV))
-    w_out_HVD = weight("w_out_HVD", heads, self.value_width, width)
-    return jnp.einsum("BTHV,HVD->BTD", o_BTHV, w_out_HVD), state
+      gate_BTHV = project(x_BTD, "w_gate_DHV", width, heads, self.value_width)
+      o_BTHV *= jax.nn.sigmoid(gate_BTHV)
+    w_out_HVD = linear.weight(self, "w_out_HVD", heads, self.value_width,
+                              width)
+    return linear.linear(o_BTHV, w_out_HVD, axes=2), state
 
 
 def write(state, latent_BTR, key_BTU, documents_BT, index_BT):
