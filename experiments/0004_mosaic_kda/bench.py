@@ -152,12 +152,11 @@ def stages(record, shapes):
     size = dict(B=b, T=t, H=h, G=h, N=t // mosaic.CHUNK)
     gate_in = mosaic._slopes(static, size, gate["a_log"], gate["dt_bias"])
     rows = mosaic._rows(static, size, beta, None)
-    intra = jax.jit(mosaic.intra(static, size))
+    intra, walk = (jax.jit(x) for x in mosaic.kernels(static, size))
     arrays = (q, k, v, decay, gate_in, *rows)
     record(section="stages", kernel="intra", B=b, T=t, H=h,
            ms=clock(intra, *arrays))
     made = intra(*arrays)
-    walk = jax.jit(mosaic.walk(static, size))
     record(section="stages", kernel="walk", B=b, T=t, H=h,
            ms=clock(walk, *made, jnp.swapaxes(gate["initial_state"], 2, 3)))
 
@@ -222,7 +221,8 @@ def main():
 
   start, step = map(int, args.cases.split(":"))
   functions = dict(
-      check=lambda r, _: check(r, slice(start, None, step)), golden=golden, stages=stages, triton_stages=triton_stages,
+      check=lambda r, _: check(r, slice(start, None, step)),
+      golden=golden, stages=stages, triton_stages=triton_stages,
       mosaic=lambda r, s: whole(r, s, "mosaic"),
       triton=lambda r, s: whole(r, s, "triton"))
   print(jax.__version__, jax.devices()[0].device_kind, flush=True)

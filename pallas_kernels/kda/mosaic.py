@@ -1,7 +1,8 @@
 """KDA with a bounded decay on Hopper GPUs in Pallas Mosaic GPU: the host side.
 
 Two kernels: `mosaic_intra` works on all chunks at once, `mosaic_walk` carries
-the state from chunk to chunk.
+the state from chunk to chunk. No backward kernel is written yet: a call that is
+differentiated is another backend's, forward and backward.
 """
 import functools
 from typing import Any, NamedTuple
@@ -9,11 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import inputs, xla
-from pallas_kernels.kda.mosaic_intra import CHUNK, LOG2E, TILE, WIDTH, intra
-from pallas_kernels.kda.mosaic_walk import walk
+from pallas_kernels.kda import inputs, triton, xla
 
-LOWEST_FLOOR = -80.0 / (TILE // 2)
+CHUNK = 64
+WIDTH = 128  # of a head's keys and values; narrower ones are padded
+TILE = 32  # queries that share a reference decay
+# e^(|floor| TILE / 2) must fit float32, and its inverse bfloat16's normal range
+LOWEST_FLOOR = -5.0
+LOG2E = 1.4426950408889634
 
 
 class Static(NamedTuple):
@@ -62,8 +66,7 @@ def kda(q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG, *, a_log, dt_bias, floor,
         interpret=None):
   """Runs the gated delta rule in chunks of 64. Arguments: see api.kda.
 
-  The gradient is plain JAX's, from the inputs alone: no backward kernel is
-  written yet. `interpret` are parameters of Pallas's GPU interpreter.
+  `interpret` are parameters of Pallas's GPU interpreter.
   """
   batch, time, groups, value = v_BTGV.shape
   key = q_BTHK.shape[-1]
@@ -82,38 +85,51 @@ def _kda(static, tokens, gate, s_BGKV, segment_ids):
   size = dict(B=v.shape[0], T=-(-v.shape[1] // CHUNK) * CHUNK, G=v.shape[2],
               H=q.shape[2], N=-(-v.shape[1] // CHUNK))
   strength, marks = _rows(static, size, beta, segment_ids)
-  made = intra(static, size)(
+  intra, walk = kernels(static, size)
+  made = intra(
       _tile(q), _tile(k), _tile(v), _tile(decay.astype(jnp.bfloat16)),
       _slopes(static, size, *gate), strength, marks)
   s_BGVK = jnp.swapaxes(s_BGKV.astype(jnp.float32), -1, -2)
   key, value = s_BGKV.shape[-2:]
   s_BGVK = jnp.pad(s_BGVK, ((0, 0), (0, 0), (0, WIDTH - value),
                             (0, WIDTH - key)))
-  o_BTGV, s_BGVK = walk(static, size)(*made, s_BGVK)
+  o_BTGV, s_BGVK = walk(*made, s_BGVK)
   return (o_BTGV[:, :v.shape[1], :, :value].astype(v.dtype),
           jnp.swapaxes(s_BGVK[..., :value, :key], -1, -2))
 
 
 def _kda_fwd(static, tokens, gate, s_BGKV, segment_ids):
-  return (_kda(static, tokens, gate, s_BGKV, segment_ids),
-          (tokens, gate, s_BGKV, segment_ids))
+  """Triton's forward pass where Triton runs, else plain JAX's."""
+  q, v = tokens[0], tokens[2]
+  backend = triton
+  if static.interpret or triton.unsupported(q, v, floor=static.floor):
+    backend = xla
 
-
-def _kda_bwd(static, residuals, cotangents):
-  tokens, (a_log, dt_bias), s_BGKV, segment_ids = residuals
-
-  def again(tokens, a_log, dt_bias, s_BGKV):
-    return xla.kda(
-        *tokens, a_log=a_log, dt_bias=dt_bias, floor=static.floor,
+  def outputs(tokens, gate, s_BGKV):
+    return backend.kda(
+        *tokens, a_log=gate[0], dt_bias=gate[1], floor=static.floor,
         normalize_qk=static.normalize, sigmoid_beta=static.sigmoid,
         scale=static.scale, initial_state=s_BGKV, segment_ids=segment_ids)
 
-  _, pull = jax.vjp(again, tokens, a_log, dt_bias, s_BGKV)
-  d_tokens, d_log, d_bias, d_first = pull(cotangents)
-  return d_tokens, (d_log, d_bias), d_first, None
+  return jax.vjp(outputs, tokens, gate, s_BGKV)
+
+
+def _kda_bwd(static, pull, cotangents):
+  del static
+  return *pull(cotangents), None
 
 
 _kda.defvjp(_kda_fwd, _kda_bwd)
+
+
+def kernels(static, size):
+  """The two kernels for a shape, `size` being its axes by their letters."""
+  from pallas_kernels.kda import mosaic_intra, mosaic_walk
+  # Two blocks fit a multiprocessor; interpreted ones are to get work twice.
+  blocks = 2 if static.interpret else 2 * getattr(
+      jax.devices()[0], "core_count", 132)
+  return (mosaic_intra.intra(static, size, blocks),
+          mosaic_walk.walk(static, size))
 
 
 def _tile(x):

@@ -1,12 +1,13 @@
 """Mosaic GPU body of what a chunk's tokens do to each other.
 
-One warpgroup works on one chunk of one head. All C x C matrices are kept
-transposed, keys in rows (J) and queries in columns (C): so the decayed keys
-are the operand in registers, and each half of the queries has its own
-reference decay.
+One warpgroup works on one chunk of one head after the other. All C x C
+matrices are kept transposed, keys in rows (J) and queries in columns (C): so
+the decayed keys are the operand in registers, and each half of the queries has
+its own reference decay.
 """
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +15,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.inputs import UNIT_EPSILON
-
-CHUNK = 64
-WIDTH = 128  # of a head's keys and values
-# Queries that share a reference decay; |floor| * TILE / 2 must stay below 88.
-TILE = 32
-LOG2E = 1.4426950408889634
-
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+from pallas_kernels.kda.mosaic import CHUNK, LOG2E, TILE, WIDTH
+from pallas_kernels.kda.mosaic_tile import (
+    COLUMN, ROW, SWIZZLED, inverse, iotas, multiply, narrow, split, store,
+    vector, wide)
 
 
-def intra(static, size):
-  """Returns the kernel: see `_intra` for its inputs and outputs."""
+def intra(static, size, blocks):
+  """Returns the kernel: see `_intra` for its inputs and outputs.
+
+  Args:
+    static: mosaic.Static.
+    size: axes by their letters.
+    blocks: how many share the chunks of all heads.
+  """
   b, g, n = (size[x] for x in "BGN")
   tokens = plgpu.SMEM((CHUNK, WIDTH), jnp.bfloat16, transforms=SWIZZLED)
   square = plgpu.SMEM((CHUNK, CHUNK), jnp.bfloat16, transforms=SWIZZLED)
-  wide = jax.ShapeDtypeStruct((b, g, n, CHUNK, WIDTH), jnp.bfloat16)
+  deep = jax.ShapeDtypeStruct((b, g, n, CHUNK, WIDTH), jnp.bfloat16)
   return plgpu.kernel(
       functools.partial(_intra, static, size["G"] // size["H"]),
       out_type=(
-          wide, wide, wide, wide,
+          deep, deep, deep, deep,
           jax.ShapeDtypeStruct((b, g, n, CHUNK, CHUNK), jnp.bfloat16),
           jax.ShapeDtypeStruct((b, g, n, WIDTH), jnp.float32)),
       scratch_types=dict(
@@ -48,8 +49,8 @@ def intra(static, size):
           gate_barrier=plgpu.Barrier(num_arrivals=2),
           token_barrier=plgpu.Barrier(num_arrivals=2),
           value_barrier=plgpu.Barrier(num_arrivals=2)),
-      kernel_name="kda_intra", interpret=static.interpret, grid=(g, n, b),
-      grid_names=("head", "chunk", "batch"),
+      kernel_name="kda_intra", interpret=static.interpret,
+      grid=(min(b * g * n, blocks),), grid_names=("block",),
       compiler_params=plgpu.CompilerParams(
           approx_math=True, unsafe_no_auto_barriers=True,
           reduction_scratch_bytes=512,  # two blocks must fit a multiprocessor
@@ -75,150 +76,138 @@ def _intra(
     gamma_ref,  # [B, G, N, K]: e^G_C
     # scratch
     *, z_s, q_s, k_s, k_read_s, low_s, q_up_s, k_up_s, square_s, running_s,
-    gate_s, column_s, sums_s, gamma_s, gate_barrier, token_barrier, value_barrier,
+    gate_s, column_s, sums_s, gamma_s, gate_barrier, token_barrier,
+    value_barrier,
 ):
-  """One chunk of one value head."""
-  g, n, b = (jax.lax.axis_index(x) for x in ("head", "chunk", "batch"))
-  h = jax.lax.div(g, repeats)
-  tokens = pl.ds(n * CHUNK, CHUNK)
-  plgpu.copy_gmem_to_smem(z_ref.at[b, tokens, g], z_s, gate_barrier)
-  plgpu.copy_gmem_to_smem(gate_ref.at[g], gate_s, gate_barrier)
-  plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h], k_s, token_barrier)
-  plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h], q_s, token_barrier)
-  beta_J = _vector(beta_ref.at[b, g, tokens], ROW)
-  marks = [_vector(marks_ref.at[b, n, x], COLUMN if x == 4 else ROW)
-           if static.marks else 1.0 for x in range(5)]
+  """All chunks of all heads, a block's share of them one after the other."""
+  block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
+  heads, chunks = gate_ref.shape[0], marks_ref.shape[1]
+  items = beta_ref.shape[0] * chunks * heads
+
+  def place(item):
+    g, rest = jax.lax.rem(item, heads), jax.lax.div(item, heads)
+    n, b = jax.lax.rem(rest, chunks), jax.lax.div(rest, chunks)
+    return b, g, n, pl.ds(n * CHUNK, CHUNK)
+
+  def fetch_gate(item):
+    b, g, _, tokens = place(item)
+    plgpu.copy_gmem_to_smem(z_ref.at[b, tokens, g], z_s, gate_barrier)
+    plgpu.copy_gmem_to_smem(gate_ref.at[g], gate_s, gate_barrier)
+
+  fetch_gate(block)
   square_s[...] = _selected_tokens()
   running_s[...] = _running_sums()
-
-  def half(part, mix_acc, pair_acc, sum_acc, few_acc):
-    """What half of the channels add to all pairs of tokens."""
-    at = pl.ds(part * 64, 64)
-    _gate(static, z_s.at[:, at], low_s, gate_s.at[:, at], marks[0])
-    plgpu.commit_smem()
-    for x_s in (z_s.at[:, at], low_s):
-      multiply(static, sum_acc, running_s, x_s)
-      multiply(static, few_acc, x_s.transpose((1, 0)),
-               square_s.at[pl.ds(0, 8)].transpose((1, 0)))
-    sum_JK = plgpu.wgmma_accumulator_load(sum_acc)
-    sums_s.at[:, at].transpose((1, 0))[...] = plgpu.layout_cast(
-        few_acc[...], plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.commit_smem()
-    channels = _Channels(
-        q_s.at[:, at], k_s.at[:, at], sum_JK,
-        [_vector(sums_s.at[x, at], COLUMN) for x in range(3)])
-    _store_up(channels, q_up_s, k_up_s)
-    plgpu.commit_smem()
-    for tile in range(CHUNK // TILE):
-      rows = pl.ds(tile * TILE, TILE)
-      key = _keys_seen(channels, tile)
-      for acc, up_s in ((mix_acc, q_up_s), (pair_acc, k_up_s)):
-        multiply(static, acc.at[:, rows], key,
-                 up_s.at[rows].transpose((1, 0)))
-    # behind the products above
-    _store_ends(channels, q_s.at[:, at], k_s.at[:, at], k_read_s.at[:, at],
-                scales, marks)
-    gamma_s[at] = jnp.exp2(channels.last_K) * marks[4]
-
-  acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-  few = plgpu.ACC((CHUNK, 8), jnp.float32)
-
-  def pairs(mix_acc, pair_acc):
-    @pl.loop(0, 2)
-    def _(part):
-      pl.run_scoped(functools.partial(half, part, mix_acc, pair_acc), acc, few)
-    return mix_acc[...], pair_acc[...]
-
   plgpu.commit_smem()
-  plgpu.barrier_wait(token_barrier)
-  q_scale, k_scale = _scales(static, square_s, q_s, k_s)
-  scales = q_scale * static.scale, k_scale
-  column_s[0] = scales[0]
-  column_s[1] = k_scale * beta_J
-  plgpu.barrier_wait(gate_barrier)
-  mix_JC, pair_JC = pl.run_scoped(pairs, acc, acc)
-  plgpu.commit_smem()  # all products are done before their operands go
-  for half, up_s in enumerate((q_up_s, k_up_s)):
-    plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(half * 64, 64)],
-                            up_s, value_barrier)
-  for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref), (gamma_s, gamma_ref)):
-    plgpu.copy_smem_to_gmem(x_s, x_ref.at[b, g, n])
-  row, column = _iotas()
-  keeps = row <= column
-  if static.marks:
-    keeps &= _wide(marks[3], 0) == _wide(
-        _vector(marks_ref.at[b, n, 3], COLUMN), 1)
-  mix_JC *= _wide(k_scale, 0) * _wide(_vector(column_s.at[0], COLUMN), 1)
-  pair_JC *= _wide(k_scale, 0) * _wide(_vector(column_s.at[1], COLUMN), 1)
-  low_s[...] = jnp.where(keeps, mix_JC, 0.0).astype(jnp.bfloat16)
-  upper_JC = jnp.where(keeps & (row != column), pair_JC, 0.0)
-  inverse_JC = _inverse(static, upper_JC, z_s.at[:, pl.ds(0, 64)],
-                        (z_s.at[:, pl.ds(64, 64)], square_s),
-                        k_s.at[:, pl.ds(0, 64)],
-                        lambda: plgpu.copy_smem_to_gmem(
-                            low_s, mix_ref.at[b, g, n]))
-  m_s = square_s
-  m_s[...] = (inverse_JC * _wide(beta_J, 0)).astype(jnp.bfloat16)
-  plgpu.commit_smem()
-  plgpu.barrier_wait(value_barrier)
 
-  def solved(*accs):
-    for half, (v_s, w_acc, u_acc) in enumerate(
-        zip((q_up_s, k_up_s), accs[:2], accs[2:])):
-      multiply(static, w_acc, m_s.transpose((1, 0)),
-               k_read_s.at[:, pl.ds(half * 64, 64)])
-      multiply(static, u_acc, v_s.transpose((1, 0)), m_s)
-    return tuple(x[...] for x in accs)
+  @pl.loop(0, jax.lax.div(items - block + blocks - 1, blocks))
+  def _(step):
+    item = block + step * blocks
+    b, g, n, tokens = place(item)
+    h = jax.lax.div(g, repeats)
+    plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h], k_s, token_barrier)
+    plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h], q_s, token_barrier)
+    beta_J = vector(beta_ref.at[b, g, tokens], ROW)
+    marks = [vector(marks_ref.at[b, n, x], COLUMN if x == 4 else ROW)
+             if static.marks else 1.0 for x in range(5)]
 
-  *w, u_0, u_1 = pl.run_scoped(solved, acc, acc, acc, acc)
-  for half in (0, 1):
-    z_s[:, pl.ds(half * 64, 64)] = (-w[half]).astype(jnp.bfloat16)
-  plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(z_s, w_ref.at[b, g, n])
-  for half, u in enumerate((u_0, u_1)):
-    k_read_s[:, pl.ds(half * 64, 64)] = u.astype(jnp.bfloat16)
-  plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(k_read_s, u_ref.at[b, g, n])
-  plgpu.wait_smem_to_gmem(0)
+    def gate(half):
+      at = pl.ds(half * 64, 64)
+      _gate(static, z_s.at[:, at], low_s, gate_s.at[:, at], marks[0])
+      plgpu.commit_smem()
 
+    plgpu.barrier_wait(gate_barrier)
+    gate(0)
+    plgpu.barrier_wait(token_barrier)
+    q_scale, k_scale = _scales(static, square_s, q_s, k_s)
+    q_scale *= static.scale
 
-def multiply(static, acc_ref, a, b, spare_s=None):
-  """acc += a b, where a may lie in registers.
+    def half(part, mix_acc, pair_acc, sum_acc, few_acc):
+      """What half of the channels add to all pairs of tokens."""
+      at = pl.ds(part * 64, 64)
+      for x_s in (z_s.at[:, at], low_s):
+        multiply(static, sum_acc, running_s, x_s)
+        multiply(static, few_acc, x_s.transpose((1, 0)),
+                 square_s.at[pl.ds(0, 8)].transpose((1, 0)))
+      sum_JK = plgpu.wgmma_accumulator_load(sum_acc)
+      store(sums_s.at[:, at].transpose((1, 0)), plgpu.layout_cast(
+          few_acc[...], plgpu.Layout.WGMMA_TRANSPOSED))
+      plgpu.commit_smem()
+      *middles, last_K = (vector(sums_s.at[x, at], COLUMN) for x in range(3))
+      channels = _Channels(q_s.at[:, at], k_s.at[:, at], sum_JK,
+                           [wide(x, 1) for x in middles], last_K)
+      _store_up(channels, q_up_s, k_up_s)
+      plgpu.commit_smem()
+      for tile in range(CHUNK // TILE):
+        rows = pl.ds(tile * TILE, TILE)
+        key = _keys_seen(channels, tile)
+        for acc, up_s in ((mix_acc, q_up_s), (pair_acc, k_up_s)):
+          multiply(static, acc.at[:, rows], key,
+                   up_s.at[rows].transpose((1, 0)))
+      # behind the products above
+      _store_ends(channels, q_s.at[:, at], k_s.at[:, at], k_read_s.at[:, at],
+                  (q_scale, k_scale), marks)
+      store(gamma_s.at[at], jnp.exp2(channels.last_K) * marks[4])
+      pl.when(part == 0)(functools.partial(gate, 1))
 
-  The interpreter reads operands from shared memory only: there a goes through
-  `spare_s`, or a buffer made for it.
-  """
-  if not (static.interpret and isinstance(a, jax.Array)):
-    plgpu.wgmma(acc_ref, a, b)
-    return
+    acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+    few = plgpu.ACC((CHUNK, 8), jnp.float32)
 
-  def through_memory(a_s):
-    a_s[...] = a
+    def pairs(mix_acc, pair_acc):
+      @pl.loop(0, 2)
+      def _(part):
+        pl.run_scoped(functools.partial(half, part, mix_acc, pair_acc), acc,
+                      few)
+      return mix_acc[...], pair_acc[...]
+
+    mix_JC, pair_JC = pl.run_scoped(pairs, acc, acc)
+    store(column_s.at[0], q_scale)
+    store(column_s.at[1], k_scale * beta_J)
+    plgpu.commit_smem()  # all products are done before their operands go
+    for at, up_s in enumerate((q_up_s, k_up_s)):
+      plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(at * 64, 64)],
+                              up_s, value_barrier)
+    for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref), (gamma_s, gamma_ref)):
+      plgpu.copy_smem_to_gmem(x_s, x_ref.at[b, g, n])
+    pl.when(item + blocks < items)(lambda: fetch_gate(item + blocks))
+
+    row, column = iotas()
+    keeps = row <= column
+    if static.marks:
+      keeps &= wide(marks[3], 0) == wide(
+          vector(marks_ref.at[b, n, 3], COLUMN), 1)
+    mix_JC *= wide(k_scale, 0) * wide(vector(column_s.at[0], COLUMN), 1)
+    pair_JC *= wide(k_scale, 0) * wide(vector(column_s.at[1], COLUMN), 1)
+    low_s[...] = jnp.where(keeps, mix_JC, 0.0).astype(jnp.bfloat16)
+    upper_JC = jnp.where(keeps & (row != column), pair_JC, 0.0)
+    upper_s, x_s, y_s, rest_s = (x.at[:, pl.ds(at * 64, 64)]
+                                 for x in (q_s, k_s) for at in (0, 1))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    inverse_JC = inverse(
+        static, upper_JC, upper_s, (x_s, y_s), rest_s,
+        lambda: plgpu.copy_smem_to_gmem(low_s, mix_ref.at[b, g, n]))
+    m_s = y_s
+    m_s[...] = (inverse_JC * wide(beta_J, 0)).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.wgmma(acc_ref, a_s, b)
+    plgpu.barrier_wait(value_barrier)
 
-  if spare_s is not None:
-    through_memory(spare_s)
-  else:
-    pl.run_scoped(through_memory, plgpu.SMEM(a.shape, a.dtype,
-                                             transforms=SWIZZLED))
+    def solved(*accs):
+      for at, (v_s, w_acc, u_acc) in enumerate(
+          zip((q_up_s, k_up_s), accs[:2], accs[2:])):
+        multiply(static, w_acc, m_s.transpose((1, 0)),
+                 k_read_s.at[:, pl.ds(at * 64, 64)])
+        multiply(static, u_acc, v_s.transpose((1, 0)), m_s)
+      return tuple(x[...] for x in accs)
 
-
-def _vector(ref, layout):
-  """A vector along the rows or the columns of a product."""
-  return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _wide(x, axis):
-  """Repeats a vector: axis 0 if it lies along the rows."""
-  return jax.lax.broadcast_in_dim(x, (CHUNK, CHUNK), (axis,))
-
-
-def _iotas():
-  """Row and column of each entry."""
-  return [plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis,
-                                 layout=plgpu.Layout.WGMMA)
-          for axis in (0, 1)]
+    *w, u_0, u_1 = pl.run_scoped(solved, acc, acc, acc, acc)
+    for at in (0, 1):
+      q_s[:, pl.ds(at * 64, 64)] = (-w[at]).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_s, w_ref.at[b, g, n])
+    for at, u in enumerate((u_0, u_1)):
+      k_read_s[:, pl.ds(at * 64, 64)] = u.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k_read_s, u_ref.at[b, g, n])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _minus_one_where(mask):
@@ -229,38 +218,31 @@ def _minus_one_where(mask):
 
 def _running_sums():
   """The matrix that makes running sums of a chunk's log decays."""
-  row, column = _iotas()
+  row, column = iotas()
   return _minus_one_where(column <= row)
 
 
 def _selected_tokens():
   """Tokens up to the middle of either tile in rows 0 and 1, all in others."""
-  row, column = _iotas()
+  row, column = iotas()
   last = jnp.where(row == 0, TILE // 2,
                    jnp.where(row == 1, TILE + TILE // 2, CHUNK))
   return _minus_one_where(column <= last)
-
-
-def _split(x):
-  """Two terms of bfloat16 whose sum has 16 bits of a float32."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  high = jax.lax.bitcast_convert_type(bits & -65536, jnp.float32)
-  return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
 def _gate(static, z_s, low_s, gate_s, real):
   """Replaces gate inputs by minus the log2 decay, in two terms."""
   x = z_s[...].astype(jnp.float32)
   if static.gate:
-    slope, bias = (_wide(_vector(gate_s.at[x], COLUMN), 1) for x in (0, 1))
+    slope, bias = (wide(vector(gate_s.at[x], COLUMN), 1) for x in (0, 1))
     # -floor / (1 + 2^(..)): a division would be a call
     x = jnp.exp2(math.log2(-static.floor * LOG2E) - jnp.log2(
         1.0 + jnp.exp2(x * slope + bias)))
   else:
     x *= -LOG2E
   if static.marks:
-    x *= _wide(real, 0)
-  z_s[...], low_s[...] = _split(x)
+    x *= wide(real, 0)
+  z_s[...], low_s[...] = split(x)
 
 
 def _scales(static, ones_s, *tiles):
@@ -282,50 +264,33 @@ def _scales(static, ones_s, *tiles):
           for x in pl.run_scoped(squares, *(few for _ in tiles))]
 
 
-class _Channels:
-  """64 channels of a chunk: queries, keys and running sums of the decay.
+class _Channels(NamedTuple):
+  """64 channels of a chunk, and running sums of their log2 decay.
 
   Attributes:
-    sum: running sums of the log2 decay.
-    middles: those in the middle of each tile of queries.
-    last: that of the whole chunk.
+    q_s: queries.
+    k_s: keys.
+    sum_JK: the sums.
+    middles: those in the middle of each tile of queries, repeated over rows.
+    last_K: those of the whole chunk.
   """
-
-  def __init__(self, q_s, k_s, sum_JK, few):
-    self.q_s, self.k_s, self.sum_JK = q_s, k_s, sum_JK
-    *middles, self.last_K = few
-    self.middles = [_wide(x, 1) for x in middles]
-
-  # loaded again for each use: registers are what the kernel is short of
-  @property
-  def q(self):
-    return self.q_s[...]
-
-  @property
-  def k(self):
-    return self.k_s[...]
-
-
-def _narrow(x):
-  return x.astype(jnp.bfloat16)
-
-
-  # loaded again for each use: registers are what the kernel is short of
-  @property
-  def q(self):
-    return self.q_s[...]
-
-  @property
-  def k(self):
-    return self.k_s[...]
+  q_s: Any
+  k_s: Any
+  sum_JK: jax.Array
+  middles: list[jax.Array]
+  last_K: jax.Array
 
 
 def _store_up(channels, q_up_s, k_up_s):
-  """Decays queries and keys, as readers, from the middle of their tile."""
+  """Decays queries and keys, as readers, from the middle of their tile.
+
+  Queries and keys are loaded again for each use: registers are what the kernel
+  is short of.
+  """
   up = jnp.exp2(channels.sum_JK - jnp.where(
-      _iotas()[0] < TILE, *channels.middles))
-  q_up_s[...] = channels.q * _narrow(up)
-  k_up_s[...] = channels.k * _narrow(up)
+      iotas()[0] < TILE, *channels.middles))
+  q_up_s[...] = channels.q_s[...] * narrow(up)
+  k_up_s[...] = channels.k_s[...] * narrow(up)
 
 
 def _keys_seen(channels, tile):
@@ -333,7 +298,7 @@ def _keys_seen(channels, tile):
 
   Keys after the tile may overflow: no query of the tile may read them.
   """
-  return channels.k * _narrow(jnp.exp2(
+  return channels.k_s[...] * narrow(jnp.exp2(
       channels.middles[tile] - channels.sum_JK))
 
 
@@ -341,54 +306,8 @@ def _store_ends(channels, q_s, k_s, k_read_s, scales, marks):
   """Decays queries and keys from the chunk's start, and keys to its end."""
   q_scale, k_scale = scales
   read = jnp.exp2(channels.sum_JK)
-  q_s[...] = channels.q * _narrow(read * _wide(q_scale * marks[1], 0))
-  k = channels.k
-  k_read_s[...] = k * _narrow(read * _wide(k_scale * marks[1], 0))
-  write = jnp.exp2(_wide(channels.last_K, 1) - channels.sum_JK)
-  k_s[...] = k * _narrow(write * _wide(k_scale * marks[2], 0))
-
-
-def _inverse(static, upper, upper_s, x_s, low_s, once_committed):
-  """(I + upper)^-1, strictly upper; merges blocks of 2, 4, ... rows.
-
-  Each merge is [[a, c], [0, b]]^-1 = [[a', -a' c b'], [0, b']]: as stable as
-  substitution, which a power series with its large terms is not. A Newton step
-  with the residual to 16 bits takes out the merges' rounding.
-  """
-  narrow = lambda y: y.astype(jnp.bfloat16)
-  row, column = _iotas()
-  acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-  high, low = _split(upper)
-  upper_s[...] = high
-  plgpu.commit_smem()
-  once_committed()
-  x = jnp.where(row == column, 1.0, 0.0) - jnp.where(
-      row >> 1 == column >> 1, upper, 0.0)
-
-  def merge(level, x, left_acc, add_acc):
-    joins = (row >> level) ^ (column >> level) == 1
-    multiply(static, left_acc, narrow(x), upper_s)
-    here_s = x_s[level % 2]  # others may still read what they last used
-    here_s[...] = narrow(x)
-    plgpu.commit_smem()
-    left = jnp.where(joins, left_acc[...], 0.0)
-    multiply(static, add_acc, narrow(left), here_s)
-    return x - add_acc[...]
-
-  for level in range(1, 6):
-    x = pl.run_scoped(functools.partial(merge, level, x), acc, acc)
-
-  def newton(product_acc, add_acc):
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    high, rest = _split(x)
-    multiply(static, product_acc, high, upper_s)
-    x_s[0][...] = high
-    low_s[...] = low
-    plgpu.commit_smem()
-    multiply(static, product_acc, high, low_s)
-    rest = rest.astype(jnp.float32)
-    residual = jnp.where(row == column, 1.0, 0.0) - x + rest - product_acc[...]
-    multiply(static, add_acc, narrow(residual), x_s[0])
-    return x - rest + add_acc[...]
-
-  return pl.run_scoped(newton, acc, acc)
+  q_s[...] = channels.q_s[...] * narrow(read * wide(q_scale * marks[1], 0))
+  k = channels.k_s[...]
+  k_read_s[...] = k * narrow(read * wide(k_scale * marks[1], 0))
+  write = jnp.exp2(wide(channels.last_K, 1) - channels.sum_JK)
+  k_s[...] = k * narrow(write * wide(k_scale * marks[2], 0))

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda.mosaic_intra import (
-    CHUNK, COLUMN, SWIZZLED, WIDTH, multiply)
+from pallas_kernels.kda.mosaic import CHUNK, WIDTH
+from pallas_kernels.kda.mosaic_tile import COLUMN, SWIZZLED, multiply, store
 
 VALUES = 64  # value columns of a warpgroup
 STAGES = 3  # chunks in flight
@@ -94,7 +94,7 @@ def _walk(
         plgpu.copy_gmem_to_smem(u_ref.at[b, g, n, :, values], u_s.at[slot],
                                 fetched.at[slot])
 
-  def store(n, o_VC):
+  def emit(n, o_VC):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     o_s.transpose((1, 0))[...] = plgpu.layout_cast(
         o_VC, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -113,14 +113,17 @@ def _walk(
 
     def products(u_acc, o_acc, add_acc):
       """The next chunk awaits the writes and what they add to the state."""
-      multiply(static, u_acc, narrow_VK, w_s.at[slot].transpose((1, 0)),
-               spare_s[0])
+      u_local_VC = u_s[slot].astype(jnp.float32)
+      for at in (0, 64):  # in two, so that the first need not wait for all
+        channels = pl.ds(at, 64)
+        multiply(static, u_acc, narrow_VK[:, at:at + 64],
+                 w_s.at[slot, :, channels].transpose((1, 0)), spare_s[1])
       multiply(static, o_acc, narrow_VK, q_s.at[slot].transpose((1, 0)),
                spare_s[0])
       if o_VC is not None:
-        store(n - 1, o_VC)
+        emit(n - 1, o_VC)
       u_VC = plgpu.wgmma_accumulator_load(u_acc, wait_n=1)
-      u_VC = (u_VC + u_s[slot].astype(jnp.float32)).astype(jnp.bfloat16)
+      u_VC = (u_VC + u_local_VC).astype(jnp.bfloat16)
       multiply(static, add_acc, u_VC, k_s.at[slot], spare_s[1])
       multiply(static, o_acc, u_VC, mix_s.at[slot], spare_s[1])
       add_VK = plgpu.wgmma_accumulator_load(add_acc, wait_n=1)
@@ -139,6 +142,6 @@ def _walk(
                       optimized=False)
     carry = chunk(0, (s_VK, None))
     s_VK, o_VC = jax.lax.fori_loop(1, chunks, chunk, carry)
-    store(chunks - 1, o_VC)
-    final_ref[b, g, values] = s_VK
+    emit(chunks - 1, o_VC)
+    store(final_ref.at[b, g, values], s_VK)
     plgpu.wait_smem_to_gmem(0)
