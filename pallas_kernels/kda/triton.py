@@ -1,8 +1,7 @@
-"""KDA with a bounded decay on Hopper GPUs through jax-triton: the host side.
+"""KDA with a bounded decay on NVIDIA GPUs through jax-triton: the host side.
 
-Keeps, for the backward pass, the inputs, the outputs, and of each chunk the
-state before it, its writes and its two C x C matrices, in the inputs' dtype;
-all else is computed again.
+Keeps, for the backward pass, the inputs, the outputs, and of each chunk what
+`prepare` made, the state before it and its writes, in the inputs' dtype.
 """
 import functools
 import importlib.util
@@ -14,13 +13,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.kda import inputs, triton_config
 
-CHUNK = 64
+CHUNK = triton_config.CHUNK
 WIDTHS = (64, 128, 256)
-# Channels that a program of the parallel kernels holds at a time. With the 64
-# tokens of a chunk, more than 4 warps would only repeat each other's work.
-KEYS = 32
-VALUES = 64
-WARPS = 4
 
 
 class Static(NamedTuple):
@@ -36,20 +30,30 @@ class Static(NamedTuple):
 
 def unsupported(q, v, *, floor):
   """Why these kernels cannot run, or None."""
+  return unsupported_device() or unsupported_shape(q, v, floor)
+
+
+def unsupported_device():
+  """Why no Triton kernel can run here, or None."""
   for package in ("triton", "jax_triton"):
     if importlib.util.find_spec(package) is None:
       return f"{package} is not installed"
   device = jax.devices()[0]
   if device.platform != "gpu":
     return f"the device is {device.platform}, not an NVIDIA GPU"
-  if jax.device_count() > 1:
-    return (f"{jax.device_count()} devices: a kernel cannot be partitioned by "
-            "the compiler, and the call under shard_map is not written yet")
-  capability = str(getattr(device, "compute_capability", "unknown"))
-  if not capability.startswith("9."):
-    return (f"the GPU has compute capability {capability}; the blocks are "
-            "chosen for Hopper's shared memory (9.0)")
-  return unsupported_shape(q, v, floor)
+  if jax.device_count() > 1 and not _local():
+    return (f"{jax.device_count()} devices: the compiler cannot partition a "
+            "kernel; call kda.sharded.kda_sharded, or under shard_map")
+  capability = triton_config.capability_of(device)
+  if capability < (8, 0):
+    return f"compute capability {capability} is below 8"
+  return None
+
+
+def _local():
+  """Whether this is traced for one device, inside shard_map."""
+  types = jax.sharding.get_abstract_mesh().axis_types
+  return bool(types) and all(x == jax.sharding.AxisType.Manual for x in types)
 
 
 def unsupported_shape(q, v, floor):
@@ -77,7 +81,8 @@ def kda(q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG, *, a_log, dt_bias, floor,
   if config is None:
     config = triton_config.choose(
         jax.devices()[0].device_kind, batch, time, groups, wide_key,
-        wide_value, q_BTHK.dtype.name, floor)
+        wide_value, q_BTHK.dtype.name,
+        triton_config.capability_of(jax.devices()[0]))
   static = Static(float(floor), float(scale), a_log is not None, normalize_qk,
                   sigmoid_beta, segment_ids is not None, config)
   if a_log is None:
@@ -97,44 +102,44 @@ def kda(q_BTHK, k_BTHK, v_BTGV, decay_BTGK, beta_BTG, *, a_log, dt_bias, floor,
   return o_BTGV[..., :value], s_BGKV[:, :, :key, :value]
 
 
-def launch(kernel, arrays, outputs, grid, *, warps, stages=1, **constants):
-  """Calls a Triton kernel: jax-triton 0.3 (out_shape) or 0.4 (out_type)."""
+def launch(kernel, arrays, outputs, grid, *, warps, stages=1, alias=None,
+           **constants):
+  """Calls a Triton kernel: jax-triton 0.3 (out_shape) or 0.4 (out_type).
+
+  `alias` maps an input's index to the output that takes its memory.
+  """
   import jax_triton
   names = inspect.signature(jax_triton.triton_call).parameters
   out = {"out_type" if "out_type" in names else "out_shape": outputs}
   return jax_triton.triton_call(
       *arrays, kernel=kernel, grid=grid, num_warps=warps, num_stages=stages,
-      **out, **constants)
+      input_output_aliases=alias or {}, **out, **constants)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(static, tokens, gate, s_BGKV, code):
   size = size_of(tokens)
-  solved = solve(static, size, tokens, gate, code)
-  made = expand(static, size, tokens, gate, code, tokens[2], solved)
-  return walk(static, size, made, solved[0], s_BGKV, tokens[2].dtype)[:2]
+  made = prepare(static, size, tokens, gate, code)
+  return walk(static, size, made[:-2], tokens[2], s_BGKV)[:2]
 
 
 def _kda_fwd(static, tokens, gate, s_BGKV, code):
   size = size_of(tokens)
-  solved = solve(static, size, tokens, gate, code)
-  made = expand(static, size, tokens, gate, code, tokens[2], solved)
-  o, final, states, writes = walk(static, size, made, solved[0], s_BGKV,
-                                  tokens[2].dtype, save=True)
-  return (o, final), (tokens, gate, code, solved, states, writes, o)
+  made = prepare(static, size, tokens, gate, code)
+  o, final, states, writes = walk(static, size, made[:-2], tokens[2], s_BGKV,
+                                  save=True)
+  return (o, final), (tokens, gate, code, made, states, writes, o)
 
 
 def _kda_bwd(static, residuals, cotangents):
-  tokens, gate, code, solved, states, writes, o = residuals
+  tokens, gate, code, (*made, marks, scales), states, writes, o = residuals
   do, d_final = cotangents
   size = size_of(tokens)
-  made = expand(static, size, tokens, gate, code, do, solved, backward=True)
-  d_states, d_writes, d_first = walk_back(static, size, made, do, d_final)
-  dv, d_beta, *pairs = meet(static, size, tokens, code, o, do, writes,
-                            d_writes, solved[1])
+  dv, d_states, d_first = walk_back(static, size, made, do, d_final)
+  d_beta, *pairs = meet(static, size, tokens, code, o, do, dv, writes)
   dq, dk, dz, d_rate, d_bias = gradient(
       static, size, tokens, gate, code, do, dv, states, d_states, writes,
-      solved[2], *pairs)
+      *pairs, marks, scales)
   if size["H"] != size["G"]:
     dq, dk = (jnp.sum(x.reshape(*x.shape[:2], size["H"], -1, x.shape[-1]), 3)
               for x in (dq, dk))
@@ -149,98 +154,88 @@ def _kda_bwd(static, residuals, cotangents):
 _kda.defvjp(_kda_fwd, _kda_bwd)
 
 
-def solve(static, size, tokens, gate, code):
-  """Launches triton_kernel.solve: A, M and row factors of all chunks."""
-  from pallas_kernels.kda import triton_kernel
+def prepare(static, size, tokens, gate, code):
+  """Launches triton_intra.prepare: see its outputs."""
+  from pallas_kernels.kda import triton_intra
   q, k, _, decay, beta = tokens
-  b, g, n = (size[x] for x in "BGN")
+  b, g, n, width = (size[x] for x in "BGNK")
+  rows = jax.ShapeDtypeStruct((b, g, n, CHUNK, width), q.dtype)
   pairs = jax.ShapeDtypeStruct((b, g, n, CHUNK, CHUNK), q.dtype)
-  return launch(triton_kernel.solve, (q, k, decay, beta, *gate, code),
-                (pairs, pairs, _rows(size)), (g, n, b), warps=WARPS,
-                **_constants(static, size))
-
-
-def expand(static, size, tokens, gate, code, values, solved, backward=False):
-  """Launches triton_kernel.expand: w, u, q_g, k_g, gamma of all chunks."""
-  from pallas_kernels.kda import triton_kernel
-  q, k, _, decay, _ = tokens
-  b, g, n = (size[x] for x in "BGN")
-  wide, deep = (CHUNK, size["K"]), (CHUNK, size["V"])
-  shapes = ((wide, q.dtype), (deep, q.dtype), (wide, q.dtype),
-            (wide, q.dtype), ((size["K"],), jnp.float32))
+  gamma = jax.ShapeDtypeStruct((b, g, n, width), jnp.float32)
+  marks = jax.ShapeDtypeStruct((b, g, n, 4, width), jnp.float32)
+  scales = jax.ShapeDtypeStruct((b, g, n, 2, CHUNK), jnp.float32)
+  config = static.config
   return launch(
-      triton_kernel.expand, (q, k, decay, *gate, code, values, *solved),
-      tuple(jax.ShapeDtypeStruct((b, g, n, *x), y) for x, y in shapes),
-      (g, n, b), warps=WARPS, BACKWARD=backward,
-      **_constants(static, size, without=("NORM", "SIGMOID")))
+      triton_intra.prepare, (q, k, decay, beta, *gate, code, _keep()),
+      (rows, rows, rows, gamma, pairs, pairs, marks, scales), (g, n, b),
+      warps=config.prepare_warps, stages=config.prepare_stages,
+      STAGES=config.prepare_stages,
+      **_constants(static, size, config.prepare_keys, without=("V", "BV")))
 
 
-def walk(static, size, made, mix, s_BGKV, dtype, save=False):
-  """Launches triton_kernel.forward: o, final state, states, writes."""
-  from pallas_kernels.kda import triton_kernel
-  b, t, n, g, k, v = (size[x] for x in "BTNGKV")
-  saved = ((b, g, n, k, v), (b, g, n, CHUNK, v)) if save else ((1,), (1,))
+def walk(static, size, made, v, s_BGKV, save=False):
+  """Launches triton_pass.forward: o, final state, states, writes."""
+  from pallas_kernels.kda import triton_pass
+  b, t, n, g, k, width = (size[x] for x in "BTNGKV")
+  dtype = made[0].dtype
+  saved = ((b, g, n, k, width), (b, g, n, CHUNK, width)) if save else (
+      (1,), (1,))
   return launch(
-      triton_kernel.forward, (*made, mix, s_BGKV),
-      (jax.ShapeDtypeStruct((b, t, g, v), dtype),
-       jax.ShapeDtypeStruct((b, g, k, v), jnp.float32),
-       *(jax.ShapeDtypeStruct(shape, mix.dtype) for shape in saved)),
+      triton_pass.forward, (*made, v, s_BGKV),
+      (jax.ShapeDtypeStruct((b, t, g, width), v.dtype),
+       jax.ShapeDtypeStruct((b, g, k, width), jnp.float32),
+       *(jax.ShapeDtypeStruct(shape, dtype) for shape in saved)),
       SAVE=save, **_pass(static, size))
 
 
 def walk_back(static, size, made, do, d_final):
-  """Launches triton_kernel.reverse: cotangents of states and writes."""
-  from pallas_kernels.kda import triton_kernel
-  b, n, g, k, v = (size[x] for x in "BNGKV")
-  w, local, q_g, k_g, gamma = made
+  """Launches triton_pass.reverse: cotangents of values and states."""
+  from pallas_kernels.kda import triton_pass
+  b, t, n, g, k, width = (size[x] for x in "BTNGKV")
+  dtype = made[0].dtype
   return launch(
-      triton_kernel.reverse, (w, q_g, k_g, gamma, local, do, d_final),
-      (jax.ShapeDtypeStruct((b, g, n, k, v), w.dtype),
-       jax.ShapeDtypeStruct((b, g, n, CHUNK, v), w.dtype),
-       jax.ShapeDtypeStruct((b, g, k, v), jnp.float32)),
+      triton_pass.reverse, (*made, do, d_final),
+      (jax.ShapeDtypeStruct((b, t, g, width), dtype),
+       jax.ShapeDtypeStruct((b, g, n, k, width), dtype),
+       jax.ShapeDtypeStruct((b, g, k, width), jnp.float32)),
       **_pass(static, size))
 
 
-def meet(static, size, tokens, code, o, do, writes, d_writes, inverse):
-  """Launches triton_kernel.meet: cotangents of v, beta, A and P; `along`."""
-  from pallas_kernels.kda import triton_kernel
+def meet(static, size, tokens, code, o, do, dv, writes):
+  """Launches triton_gradient.meet: cotangents of beta, A and P; `along`."""
+  from pallas_kernels.kda import triton_gradient
   value, beta = tokens[2], tokens[4]
-  pairs = jax.ShapeDtypeStruct(inverse.shape, inverse.dtype)
+  b, g, n = (size[x] for x in "BGN")
   return launch(
-      triton_kernel.meet,
-      (value, beta, code, o, do, writes, d_writes, inverse),
-      (jax.ShapeDtypeStruct(value.shape, value.dtype),
-       jax.ShapeDtypeStruct(beta.shape, jnp.float32), pairs, pairs,
-       _rows(size)),
-      (size["G"], size["N"], size["B"]), warps=WARPS,
-      **_constants(static, size, without=(
-          "H", "K", "R", "BK", "FLOOR", "SCALE", "GATE", "NORM")))
+      triton_gradient.meet, (value, beta, code, o, do, dv, writes),
+      (jax.ShapeDtypeStruct(beta.shape, jnp.float32),
+       jax.ShapeDtypeStruct((b, g, n, 2, CHUNK, CHUNK), writes.dtype),
+       jax.ShapeDtypeStruct((b, g, n, 2, CHUNK), jnp.float32)),
+      (g, n, b), warps=4, **_constants(static, size, None, without=(
+          "H", "K", "BK", "FLOOR", "SCALE", "GATE", "NORM")))
 
 
 def gradient(static, size, tokens, gate, code, do, dv, states, d_states,
-             writes, scales, d_mix, d_pair, along):
-  """Launches triton_kernel.gradient: cotangents of q, k and the gate."""
-  from pallas_kernels.kda import triton_kernel
+             writes, d_mix, along, marks, scales):
+  """Launches triton_gradient.gradient: cotangents of q, k and the gate."""
+  from pallas_kernels.kda import triton_gradient
   b, t, n, g, k = (size[x] for x in "BTNGK")
   q, key, _, decay, _ = tokens
   # Value heads that share a key head are added up afterwards, in float32.
   dtype = q.dtype if size["H"] == g else jnp.float32
-  parts = k // KEYS
+  config = static.config
+  parts = k // config.gradient_keys
   shapes = (((b, t, g, k), dtype), ((b, t, g, k), dtype),
             ((b, t, g, k), decay.dtype), ((b, n, g, parts), jnp.float32),
             ((b, n, g, k), jnp.float32))
   return launch(
-      triton_kernel.gradient,
-      (q, key, decay, *gate, code, do, dv, states, d_states, writes, d_mix,
-       d_pair, scales, along),
+      triton_gradient.gradient,
+      (q, key, decay, *gate, code, _keep(), do, dv, states, d_states, writes,
+       d_mix, along, marks, scales),
       tuple(jax.ShapeDtypeStruct(*x) for x in shapes), (g * parts, n, b),
-      warps=WARPS, **_constants(static, size, without=("SIGMOID",)))
-
-
-def _rows(size):
-  """Shape of two numbers a token, one for q and one for k."""
-  return jax.ShapeDtypeStruct(
-      (size["B"], size["G"], size["N"], 2, CHUNK), jnp.float32)
+      warps=config.gradient_warps, stages=config.gradient_stages,
+      STAGES=config.gradient_stages,
+      **_constants(static, size, config.gradient_keys, without=("SIGMOID",)))
 
 
 def _pass(static, size):
@@ -254,15 +249,20 @@ def _pass(static, size):
       **{x: size[x] for x in "TNGKV"})
 
 
-def _constants(static, size, without=()):
+def _constants(static, size, keys, without=()):
   """Constants of the parallel kernels."""
   constants = dict(
       T=size["T"], N=size["N"], H=size["H"], G=size["G"], K=size["K"],
-      V=size["V"], C=CHUNK, R=static.config.tile, BK=KEYS, BV=VALUES,
-      FLOOR=static.floor, SCALE=static.scale, GATE=static.gate,
-      NORM=static.normalize, SIGMOID=static.sigmoid,
-      DOCUMENTS=static.documents, IEEE=size["wide"], ASSEMBLY=True)
+      V=size["V"], C=CHUNK, BK=keys,
+      BV=32 if size["wide"] else 64, FLOOR=static.floor,
+      SCALE=static.scale, GATE=static.gate, NORM=static.normalize,
+      SIGMOID=static.sigmoid, DOCUMENTS=static.documents, IEEE=size["wide"],
+      ASSEMBLY=True)
   return {x: y for x, y in constants.items() if x not in without}
+
+
+def _keep():
+  return jnp.asarray(triton_config.sums_of_decay())
 
 
 def size_of(tokens):

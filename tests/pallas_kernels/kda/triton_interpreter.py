@@ -46,9 +46,10 @@ class Tensor:
     return ()
 
 
-def launch(kernel, arrays, outputs, grid, *, warps, stages=1, **constants):
-  """In place of triton.launch; outputs start as NaN."""
-  del warps, stages
+def launch(kernel, arrays, outputs, grid, *, warps, stages=1, alias=None,
+           **constants):
+  """In place of triton.launch; outputs start as NaN, apart from all inputs."""
+  del warps, stages, alias
   from triton.runtime.interpreter import InterpretedFunction
   if "ASSEMBLY" in constants:
     constants["ASSEMBLY"] = False

@@ -15,6 +15,17 @@ from pallas_kernels.kda import reference, triton, triton_config  # noqa: E402
 ARRAYS = ("q", "k", "v", "decay", "beta", "a_log", "dt_bias", "initial_state")
 
 
+def test_launches_apart_inside_shard_map_only():
+  assert not triton._local()
+  mesh = jax.make_mesh((1,), ("heads",), devices=jax.devices()[:1],
+                       axis_types=(jax.sharding.AxisType.Auto,))
+  inside = []
+  jax.eval_shape(jax.shard_map(
+      lambda x: (inside.append(triton._local()), x)[1], mesh=mesh,
+      in_specs=jax.P("heads"), out_specs=jax.P("heads")), jnp.ones(4))
+  assert inside == [True]
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
   """Replaces the launch by Triton's interpreter."""
@@ -116,9 +127,23 @@ def test_config_names_the_value_it_refuses():
     triton_config.Config(pass_warps=3)
 
 
-def test_deep_floor_takes_small_tiles():
-  assert triton_config.heuristic(128, 128, "bfloat16", -5.0).tile == 32
-  assert triton_config.heuristic(128, 128, "bfloat16", -5.4).tile == 16
+@pytest.mark.parametrize("floor", [-5.0, -5.54])
+def test_exponents_of_pairs_fit_float32(floor):
+  """At the lowest floor no exponent of a pair that matters leaves float32."""
+  decay = np.full(triton_config.CHUNK, floor / np.log(2))
+  read, write, up, far = triton_config.sums_of_decay().astype(float) @ decay
+  i, j = np.tril_indices(triton_config.CHUNK)
+  near = -up
+  key = np.where(i < 32, near[j], far[j])
+  assert np.max(np.abs(up)) < 126 and np.max(key) < 126
+  np.testing.assert_allclose(up[i] + key, read[i] - read[j], atol=1e-9)
+  np.testing.assert_allclose(read + write, read[-1])
+
+
+def test_ada_gets_fewer_loads_in_flight():
+  hopper = triton_config.heuristic(128, 128, "bfloat16", (9, 0))
+  ada = triton_config.heuristic(128, 128, "bfloat16", (8, 9))
+  assert (hopper.pass_stages, ada.pass_stages) == (3, 2)
 
 
 def test_tuned_files_hold_valid_configs():
