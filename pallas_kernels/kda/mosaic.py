@@ -125,11 +125,7 @@ _kda.defvjp(_kda_fwd, _kda_bwd)
 def kernels(static, size):
   """The two kernels for a shape, `size` being its axes by their letters."""
   from pallas_kernels.kda import mosaic_intra, mosaic_walk
-  # Two blocks fit a multiprocessor; interpreted ones are to get work twice.
-  blocks = 2 if static.interpret else 2 * getattr(
-      jax.devices()[0], "core_count", 132)
-  return (mosaic_intra.intra(static, size, blocks),
-          mosaic_walk.walk(static, size))
+  return mosaic_intra.intra(static, size), mosaic_walk.walk(static, size)
 
 
 def _tile(x):

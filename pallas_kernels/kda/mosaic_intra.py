@@ -1,9 +1,9 @@
 """Mosaic GPU body of what a chunk's tokens do to each other.
 
-One warpgroup works on one chunk of one head after the other. All C x C
-matrices are kept transposed, keys in rows (J) and queries in columns (C): so
-the decayed keys are the operand in registers, and each half of the queries has
-its own reference decay.
+One warpgroup works on one chunk of one head. All C x C matrices are kept
+transposed, keys in rows (J) and queries in columns (C): so the decayed keys
+are the operand in registers, and each half of the queries has its own
+reference decay.
 """
 import functools
 import math
@@ -21,14 +21,8 @@ from pallas_kernels.kda.mosaic_tile import (
     vector, wide)
 
 
-def intra(static, size, blocks):
-  """Returns the kernel: see `_intra` for its inputs and outputs.
-
-  Args:
-    static: mosaic.Static.
-    size: axes by their letters.
-    blocks: how many share the chunks of all heads.
-  """
+def intra(static, size):
+  """Returns the kernel: see `_intra` for its inputs and outputs."""
   b, g, n = (size[x] for x in "BGN")
   tokens = plgpu.SMEM((CHUNK, WIDTH), jnp.bfloat16, transforms=SWIZZLED)
   square = plgpu.SMEM((CHUNK, CHUNK), jnp.bfloat16, transforms=SWIZZLED)
@@ -50,7 +44,7 @@ def intra(static, size, blocks):
           token_barrier=plgpu.Barrier(num_arrivals=2),
           value_barrier=plgpu.Barrier(num_arrivals=2)),
       kernel_name="kda_intra", interpret=static.interpret,
-      grid=(min(b * g * n, blocks),), grid_names=("block",),
+      grid=(g, n, b), grid_names=("head", "chunk", "batch"),
       compiler_params=plgpu.CompilerParams(
           approx_math=True, unsafe_no_auto_barriers=True,
           reduction_scratch_bytes=512,  # two blocks must fit a multiprocessor
@@ -79,135 +73,108 @@ def _intra(
     gate_s, column_s, sums_s, gamma_s, gate_barrier, token_barrier,
     value_barrier,
 ):
-  """All chunks of all heads, a block's share of them one after the other."""
-  block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
-  heads, chunks = gate_ref.shape[0], marks_ref.shape[1]
-  items = beta_ref.shape[0] * chunks * heads
-
-  def place(item):
-    g, rest = jax.lax.rem(item, heads), jax.lax.div(item, heads)
-    n, b = jax.lax.rem(rest, chunks), jax.lax.div(rest, chunks)
-    return b, g, n, pl.ds(n * CHUNK, CHUNK)
-
-  def fetch_gate(item):
-    b, g, _, tokens = place(item)
-    plgpu.copy_gmem_to_smem(z_ref.at[b, tokens, g], z_s, gate_barrier)
-    plgpu.copy_gmem_to_smem(gate_ref.at[g], gate_s, gate_barrier)
-
-  fetch_gate(block)
+  """One chunk of one value head."""
+  g, n, b = (jax.lax.axis_index(x) for x in ("head", "chunk", "batch"))
+  h = jax.lax.div(g, repeats)
+  tokens = pl.ds(n * CHUNK, CHUNK)
+  plgpu.copy_gmem_to_smem(z_ref.at[b, tokens, g], z_s, gate_barrier)
+  plgpu.copy_gmem_to_smem(gate_ref.at[g], gate_s, gate_barrier)
+  plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h], k_s, token_barrier)
+  plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h], q_s, token_barrier)
+  beta_J = vector(beta_ref.at[b, g, tokens], ROW)
+  marks = [vector(marks_ref.at[b, n, x], COLUMN if x == 4 else ROW)
+           if static.marks else 1.0 for x in range(5)]
   square_s[...] = _selected_tokens()
   running_s[...] = _running_sums()
+
+  def half(part, mix_acc, pair_acc, sum_acc, few_acc):
+    """What half of the channels add to all pairs of tokens."""
+    at = pl.ds(part * 64, 64)
+    _gate(static, z_s.at[:, at], low_s, gate_s.at[:, at], marks[0])
+    plgpu.commit_smem()
+    for x_s in (z_s.at[:, at], low_s):
+      multiply(static, sum_acc, running_s, x_s)
+      multiply(static, few_acc, x_s.transpose((1, 0)),
+               square_s.at[pl.ds(0, 8)].transpose((1, 0)))
+    sum_JK = plgpu.wgmma_accumulator_load(sum_acc)
+    store(sums_s.at[:, at].transpose((1, 0)), plgpu.layout_cast(
+        few_acc[...], plgpu.Layout.WGMMA_TRANSPOSED))
+    plgpu.commit_smem()
+    *middles, last_K = (vector(sums_s.at[x, at], COLUMN) for x in range(3))
+    channels = _Channels(q_s.at[:, at], k_s.at[:, at], sum_JK,
+                         [wide(x, 1) for x in middles], last_K)
+    _store_up(channels, q_up_s, k_up_s)
+    plgpu.commit_smem()
+    for tile in range(CHUNK // TILE):
+      rows = pl.ds(tile * TILE, TILE)
+      key = _keys_seen(channels, tile)
+      for acc, up_s in ((mix_acc, q_up_s), (pair_acc, k_up_s)):
+        multiply(static, acc.at[:, rows], key,
+                 up_s.at[rows].transpose((1, 0)))
+    # behind the products above
+    _store_ends(channels, q_s.at[:, at], k_s.at[:, at], k_read_s.at[:, at],
+                scales, marks)
+    store(gamma_s.at[at], jnp.exp2(last_K) * marks[4])
+
+  acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+  few = plgpu.ACC((CHUNK, 8), jnp.float32)
+
+  def pairs(mix_acc, pair_acc):
+    @pl.loop(0, 2)
+    def _(part):
+      pl.run_scoped(functools.partial(half, part, mix_acc, pair_acc), acc, few)
+    return mix_acc[...], pair_acc[...]
+
   plgpu.commit_smem()
+  plgpu.barrier_wait(token_barrier)
+  q_scale, k_scale = _scales(static, square_s, q_s, k_s)
+  scales = q_scale * static.scale, k_scale
+  store(column_s.at[0], scales[0])
+  store(column_s.at[1], k_scale * beta_J)
+  plgpu.barrier_wait(gate_barrier)
+  mix_JC, pair_JC = pl.run_scoped(pairs, acc, acc)
+  plgpu.commit_smem()  # all products are done before their operands go
+  for half, up_s in enumerate((q_up_s, k_up_s)):
+    plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(half * 64, 64)],
+                            up_s, value_barrier)
+  for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref), (gamma_s, gamma_ref)):
+    plgpu.copy_smem_to_gmem(x_s, x_ref.at[b, g, n])
+  row, column = iotas()
+  keeps = row <= column
+  if static.marks:
+    keeps &= wide(marks[3], 0) == wide(
+        vector(marks_ref.at[b, n, 3], COLUMN), 1)
+  mix_JC *= wide(k_scale, 0) * wide(vector(column_s.at[0], COLUMN), 1)
+  pair_JC *= wide(k_scale, 0) * wide(vector(column_s.at[1], COLUMN), 1)
+  low_s[...] = jnp.where(keeps, mix_JC, 0.0).astype(jnp.bfloat16)
+  upper_JC = jnp.where(keeps & (row != column), pair_JC, 0.0)
+  inverse_JC = inverse(
+      static, upper_JC, z_s.at[:, pl.ds(0, 64)],
+      (z_s.at[:, pl.ds(64, 64)], square_s), k_s.at[:, pl.ds(0, 64)],
+      lambda: plgpu.copy_smem_to_gmem(low_s, mix_ref.at[b, g, n]))
+  m_s = square_s
+  m_s[...] = (inverse_JC * wide(beta_J, 0)).astype(jnp.bfloat16)
+  plgpu.commit_smem()
+  plgpu.barrier_wait(value_barrier)
 
-  @pl.loop(0, jax.lax.div(items - block + blocks - 1, blocks))
-  def _(step):
-    item = block + step * blocks
-    b, g, n, tokens = place(item)
-    h = jax.lax.div(g, repeats)
-    plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h], k_s, token_barrier)
-    plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h], q_s, token_barrier)
-    beta_J = vector(beta_ref.at[b, g, tokens], ROW)
-    marks = [vector(marks_ref.at[b, n, x], COLUMN if x == 4 else ROW)
-             if static.marks else 1.0 for x in range(5)]
+  def solved(*accs):
+    for half, (v_s, w_acc, u_acc) in enumerate(
+        zip((q_up_s, k_up_s), accs[:2], accs[2:])):
+      multiply(static, w_acc, m_s.transpose((1, 0)),
+               k_read_s.at[:, pl.ds(half * 64, 64)])
+      multiply(static, u_acc, v_s.transpose((1, 0)), m_s)
+    return tuple(x[...] for x in accs)
 
-    def gate(half):
-      at = pl.ds(half * 64, 64)
-      _gate(static, z_s.at[:, at], low_s, gate_s.at[:, at], marks[0])
-      plgpu.commit_smem()
-
-    plgpu.barrier_wait(gate_barrier)
-    gate(0)
-    plgpu.barrier_wait(token_barrier)
-    q_scale, k_scale = _scales(static, square_s, q_s, k_s)
-    q_scale *= static.scale
-
-    def half(part, mix_acc, pair_acc, sum_acc, few_acc):
-      """What half of the channels add to all pairs of tokens."""
-      at = pl.ds(part * 64, 64)
-      for x_s in (z_s.at[:, at], low_s):
-        multiply(static, sum_acc, running_s, x_s)
-        multiply(static, few_acc, x_s.transpose((1, 0)),
-                 square_s.at[pl.ds(0, 8)].transpose((1, 0)))
-      sum_JK = plgpu.wgmma_accumulator_load(sum_acc)
-      store(sums_s.at[:, at].transpose((1, 0)), plgpu.layout_cast(
-          few_acc[...], plgpu.Layout.WGMMA_TRANSPOSED))
-      plgpu.commit_smem()
-      *middles, last_K = (vector(sums_s.at[x, at], COLUMN) for x in range(3))
-      channels = _Channels(q_s.at[:, at], k_s.at[:, at], sum_JK,
-                           [wide(x, 1) for x in middles], last_K)
-      _store_up(channels, q_up_s, k_up_s)
-      plgpu.commit_smem()
-      for tile in range(CHUNK // TILE):
-        rows = pl.ds(tile * TILE, TILE)
-        key = _keys_seen(channels, tile)
-        for acc, up_s in ((mix_acc, q_up_s), (pair_acc, k_up_s)):
-          multiply(static, acc.at[:, rows], key,
-                   up_s.at[rows].transpose((1, 0)))
-      # behind the products above
-      _store_ends(channels, q_s.at[:, at], k_s.at[:, at], k_read_s.at[:, at],
-                  (q_scale, k_scale), marks)
-      store(gamma_s.at[at], jnp.exp2(channels.last_K) * marks[4])
-      pl.when(part == 0)(functools.partial(gate, 1))
-
-    acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-    few = plgpu.ACC((CHUNK, 8), jnp.float32)
-
-    def pairs(mix_acc, pair_acc):
-      @pl.loop(0, 2)
-      def _(part):
-        pl.run_scoped(functools.partial(half, part, mix_acc, pair_acc), acc,
-                      few)
-      return mix_acc[...], pair_acc[...]
-
-    mix_JC, pair_JC = pl.run_scoped(pairs, acc, acc)
-    store(column_s.at[0], q_scale)
-    store(column_s.at[1], k_scale * beta_J)
-    plgpu.commit_smem()  # all products are done before their operands go
-    for at, up_s in enumerate((q_up_s, k_up_s)):
-      plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(at * 64, 64)],
-                              up_s, value_barrier)
-    for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref), (gamma_s, gamma_ref)):
-      plgpu.copy_smem_to_gmem(x_s, x_ref.at[b, g, n])
-    pl.when(item + blocks < items)(lambda: fetch_gate(item + blocks))
-
-    row, column = iotas()
-    keeps = row <= column
-    if static.marks:
-      keeps &= wide(marks[3], 0) == wide(
-          vector(marks_ref.at[b, n, 3], COLUMN), 1)
-    mix_JC *= wide(k_scale, 0) * wide(vector(column_s.at[0], COLUMN), 1)
-    pair_JC *= wide(k_scale, 0) * wide(vector(column_s.at[1], COLUMN), 1)
-    low_s[...] = jnp.where(keeps, mix_JC, 0.0).astype(jnp.bfloat16)
-    upper_JC = jnp.where(keeps & (row != column), pair_JC, 0.0)
-    upper_s, x_s, y_s, rest_s = (x.at[:, pl.ds(at * 64, 64)]
-                                 for x in (q_s, k_s) for at in (0, 1))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    inverse_JC = inverse(
-        static, upper_JC, upper_s, (x_s, y_s), rest_s,
-        lambda: plgpu.copy_smem_to_gmem(low_s, mix_ref.at[b, g, n]))
-    m_s = y_s
-    m_s[...] = (inverse_JC * wide(beta_J, 0)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    plgpu.barrier_wait(value_barrier)
-
-    def solved(*accs):
-      for at, (v_s, w_acc, u_acc) in enumerate(
-          zip((q_up_s, k_up_s), accs[:2], accs[2:])):
-        multiply(static, w_acc, m_s.transpose((1, 0)),
-                 k_read_s.at[:, pl.ds(at * 64, 64)])
-        multiply(static, u_acc, v_s.transpose((1, 0)), m_s)
-      return tuple(x[...] for x in accs)
-
-    *w, u_0, u_1 = pl.run_scoped(solved, acc, acc, acc, acc)
-    for at in (0, 1):
-      q_s[:, pl.ds(at * 64, 64)] = (-w[at]).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_s, w_ref.at[b, g, n])
-    for at, u in enumerate((u_0, u_1)):
-      k_read_s[:, pl.ds(at * 64, 64)] = u.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k_read_s, u_ref.at[b, g, n])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  *w, u_0, u_1 = pl.run_scoped(solved, acc, acc, acc, acc)
+  for half in (0, 1):
+    z_s[:, pl.ds(half * 64, 64)] = (-w[half]).astype(jnp.bfloat16)
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(z_s, w_ref.at[b, g, n])
+  for half, u in enumerate((u_0, u_1)):
+    k_read_s[:, pl.ds(half * 64, 64)] = u.astype(jnp.bfloat16)
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(k_read_s, u_ref.at[b, g, n])
+  plgpu.wait_smem_to_gmem(0)
 
 
 def _minus_one_where(mask):

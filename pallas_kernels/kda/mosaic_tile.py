@@ -78,6 +78,15 @@ def inverse(static, upper, upper_s, x_s, low_s, once_committed):
   Each merge is [[a, c], [0, b]]^-1 = [[a', -a' c b'], [0, b']]: as stable as
   substitution, which a power series with its large terms is not. A Newton step
   with the residual to 16 bits takes out the merges' rounding.
+
+  Args:
+    static: mosaic.Static.
+    upper: what is added to I.
+    upper_s: memory for it.
+    x_s: two memories for what is inverted so far.
+    low_s: memory for the residual's sake; copies to global memory are awaited
+      before it is used.
+    once_committed: called when all stores before are seen by copies.
   """
   row, column = iotas()
   acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
@@ -102,6 +111,7 @@ def inverse(static, upper, upper_s, x_s, low_s, once_committed):
     x = pl.run_scoped(functools.partial(merge, level, x), acc, acc)
 
   def newton(product_acc, add_acc):
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     high, rest = split(x)
     multiply(static, product_acc, high, upper_s)
     x_s[0][...] = high

@@ -36,11 +36,12 @@ def options(x, **extra):
                  scale=x["q"].shape[-1]**-0.5, segment_ids=None), **extra}
 
 
-def both(x, gate, static):
-  """Outputs of the interpreted kernels and of the recurrence in float32."""
+def both(x, gate, static, interpret=True):
+  """Outputs of the kernels and of the recurrence in float32."""
   tokens = [x[name] for name in TOKENS]
-  got = mosaic.kda(*tokens, **gate, **static,
-                   interpret=plgpu.InterpretGPUParams(detect_races=True))
+  if interpret:
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+  got = mosaic.kda(*tokens, **gate, **static, interpret=interpret or None)
   want = reference.kda(*(y.astype(jnp.float32) for y in tokens), **gate,
                        **static)
   return got, want
@@ -59,14 +60,18 @@ def test_interpreted_chunk_equals_the_recurrence():
   assert_close(got, want)
 
 
-@pytest.mark.slow
-def test_documents_padding_and_heads_equal_the_recurrence():
+@pytest.mark.parametrize("interpret", [
+    pytest.param(True, marks=pytest.mark.slow),
+    pytest.param(False, marks=pytest.mark.gpu)])
+def test_documents_padding_and_heads_equal_the_recurrence(interpret):
   x, gate = draw(2, 100, 1, 2, 64, 128)
   ids = np.repeat(np.arange(100)[None] * 5 // 100 + 1, 2, axis=0)
   ids[:, 10:13] = 0
   ids[1, -40:] = 0
   ids = jnp.asarray(ids, jnp.int32)
-  (o, s), (o_want, s_want) = both(x, gate, options(x, segment_ids=ids))
+  static = options(x, segment_ids=ids)
+  with jax.default_matmul_precision("highest"):
+    (o, s), (o_want, s_want) = both(x, gate, static, interpret)
   real = np.asarray(ids != 0)[..., None, None]
   assert_close((np.where(real, o, 0), s), (np.where(real, o_want, 0), s_want))
 
