@@ -134,8 +134,8 @@ def _intra(
   plgpu.barrier_wait(gate_barrier)
   mix_JC, pair_JC = pl.run_scoped(pairs, acc, acc)
   plgpu.commit_smem()  # all products are done before their operands go
-  for half, up_s in enumerate((q_up_s, k_up_s)):
-    plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(half * 64, 64)],
+  for part, up_s in enumerate((q_up_s, k_up_s)):
+    plgpu.copy_gmem_to_smem(v_ref.at[b, tokens, g, pl.ds(part * 64, 64)],
                             up_s, value_barrier)
   for x_s, x_ref in ((q_s, q_g_ref), (k_s, k_g_ref), (gamma_s, gamma_ref)):
     plgpu.copy_smem_to_gmem(x_s, x_ref.at[b, g, n])
@@ -158,20 +158,20 @@ def _intra(
   plgpu.barrier_wait(value_barrier)
 
   def solved(*accs):
-    for half, (v_s, w_acc, u_acc) in enumerate(
+    for part, (v_s, w_acc, u_acc) in enumerate(
         zip((q_up_s, k_up_s), accs[:2], accs[2:])):
       multiply(static, w_acc, m_s.transpose((1, 0)),
-               k_read_s.at[:, pl.ds(half * 64, 64)])
+               k_read_s.at[:, pl.ds(part * 64, 64)])
       multiply(static, u_acc, v_s.transpose((1, 0)), m_s)
     return tuple(x[...] for x in accs)
 
   *w, u_0, u_1 = pl.run_scoped(solved, acc, acc, acc, acc)
-  for half in (0, 1):
-    z_s[:, pl.ds(half * 64, 64)] = (-w[half]).astype(jnp.bfloat16)
+  for part in (0, 1):
+    z_s[:, pl.ds(part * 64, 64)] = (-w[part]).astype(jnp.bfloat16)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(z_s, w_ref.at[b, g, n])
-  for half, u in enumerate((u_0, u_1)):
-    k_read_s[:, pl.ds(half * 64, 64)] = u.astype(jnp.bfloat16)
+  for part, u in enumerate((u_0, u_1)):
+    k_read_s[:, pl.ds(part * 64, 64)] = u.astype(jnp.bfloat16)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(k_read_s, u_ref.at[b, g, n])
   plgpu.wait_smem_to_gmem(0)
