@@ -5,6 +5,7 @@ the state from chunk to chunk. No backward kernel is written yet: a call that is
 differentiated is another backend's, forward and backward.
 """
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +105,8 @@ def _kda_fwd(static, tokens, gate, s_BGKV, segment_ids):
   backend = triton
   if static.interpret or triton.unsupported(q, v, floor=static.floor):
     backend = xla
+  logging.getLogger(__name__).info(
+      "kda: a differentiated call, so %s in place of mosaic", backend.__name__)
 
   def outputs(tokens, gate, s_BGKV):
     return backend.kda(
