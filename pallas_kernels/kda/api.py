@@ -3,11 +3,11 @@ import logging
 
 import jax.numpy as jnp
 
-from pallas_kernels.kda import reference, triton, xla
+from pallas_kernels.kda import mosaic, reference, triton, xla
 from pallas_kernels.kda.config import check_floor
 
 # In order of preference.
-BACKENDS = {"triton": triton, "xla": xla}
+BACKENDS = {"mosaic": mosaic, "triton": triton, "xla": xla}
 
 _chosen = set()  # what has been logged
 
