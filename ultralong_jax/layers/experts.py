@@ -79,8 +79,9 @@ def _dispatch_fwd(x_XD, layout):
 
 def _dispatch_bwd(layout, d_ID):
   # Transposing the copy would scatter; every pair knows its row, so gather.
-  d_XAD = d_ID.at[layout.row_XA].get(mode="promise_in_bounds")
-  d_XD = jnp.sum(d_XAD.astype(jnp.float32), axis=1)
+  # Slot by slot: a sum over an axis of two costs a CPU five times as much.
+  d_XD = sum(d_ID.at[row_X].get(mode="promise_in_bounds").astype(jnp.float32)
+             for row_X in layout.row_XA.T)
   return d_XD.astype(d_ID.dtype), None
 
 
