@@ -19,7 +19,7 @@ train: venv
 test: venv
 	$(PYTHON) -m flake8
 	$(VENV)/bin/lint-imports
-	$(PYTHON) -m pytest $(PYTEST_FLAGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 venv: $(READY)
 
