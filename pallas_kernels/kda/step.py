@@ -10,7 +10,7 @@ from pallas_kernels.kda import reference, triton
 
 WIDTHS = (16, 32, 64, 128, 256)
 # Value columns and warps of a program; measured in experiments/0003.
-COLUMNS = 32
+COLUMNS = 64
 WARPS = 4
 
 

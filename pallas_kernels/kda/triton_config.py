@@ -82,7 +82,7 @@ def heuristic(key_width, value_width, dtype, capability=(9, 0)):
       value_block=16 if wide or key_width > 128 else min(32, value_width),
       pass_stages=1 if wide or key_width > 128 else 3 if deep else 2,
       prepare_keys=16 if wide else 32, prepare_stages=4 if deep else 1,
-      gradient_keys=16)
+      gradient_keys=16 if wide or key_width > 128 else 32)
 
 
 def capability_of(device):

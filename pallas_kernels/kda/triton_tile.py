@@ -33,6 +33,7 @@ def exp2(x, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def reciprocal(x, ASSEMBLY: tl.constexpr):
+  """1 / x, one instruction."""
   if not ASSEMBLY:
     return 1.0 / x
   return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x],
