@@ -11,7 +11,10 @@ from pallas_kernels import kda
 from pallas_kernels.kda import api, reference, triangular, xla
 
 GOLDEN = sorted((pathlib.Path(__file__).parents[2] / "golden").glob("kda_*"))
-IMPLEMENTATIONS = ["reference", *api.BACKENDS]
+# Kernels that need a GPU run under `-m gpu`.
+BACKENDS = [name if name == "xla" else pytest.param(name, marks=pytest.mark.gpu)
+            for name in api.BACKENDS]
+IMPLEMENTATIONS = ["reference", *BACKENDS]
 NAMES = ("q", "k", "v", "decay", "beta", "a_log", "dt_bias", "initial_state")
 B, T, H, K, V = 2, 70, 2, 8, 12  # T is no whole number of chunks or tiles
 
@@ -68,7 +71,8 @@ def cotangents(arrays, seed=9):
 @pytest.mark.parametrize("dtype, limit", [("float32", 1e-4),
                                           ("bfloat16", 2e-2)])
 def test_golden(path, implementation, dtype, limit):
-  skip_unsupported(implementation)
+  floor = None if "softplus" in path.stem else -5.0
+  skip_unsupported(implementation, floor)
   data = {k: jnp.asarray(x) for k, x in np.load(path).items()}
   heads, key = data["q"].shape[2:]
   arrays = dict(
@@ -81,7 +85,7 @@ def test_golden(path, implementation, dtype, limit):
                                      jnp.zeros_like(data["final_state"]))
   out = value_and_grads(
       arrays, data["do"], data["dfinal_state"], implementation,
-      floor=None if "softplus" in path.stem else -5.0)
+      floor=floor)
   wanted = dict(o=data["o"], final_state=data["final_state"])
   for name, theirs in zip(NAMES, ("q", "k", "v", "z", "beta_logit", "A_log",
                                   "dt_bias", "initial_state")):
@@ -91,11 +95,11 @@ def test_golden(path, implementation, dtype, limit):
     assert rmse(out[name].reshape(x.shape), x) <= limit, name
 
 
-def skip_unsupported(implementation):
+def skip_unsupported(implementation, floor=-5.0):
   if implementation == "reference":
     return
   q, v = jnp.zeros((B, T, H, K)), jnp.zeros((B, T, H, V))
-  reason = api.BACKENDS[implementation].unsupported(q, v, floor=-5.0)
+  reason = api.BACKENDS[implementation].unsupported(q, v, floor=floor)
   if reason is not None:
     pytest.skip(reason)
 
@@ -141,10 +145,10 @@ def test_equals_tokamax(oracle):
     assert rmse(grads[name], wanted_grads[name]) <= 1e-4, name
 
 
-@pytest.mark.parametrize("implementation", list(api.BACKENDS))
+@pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("floor", [-5.0, None])
 def test_equals_reference_with_documents(implementation, floor):
-  skip_unsupported(implementation)
+  skip_unsupported(implementation, floor)
   arrays = inputs(groups=2 * H)  # value heads twice the key heads
   rows = [[3] * 5 + [1] * 1 + [3] * 41 + [2] * 20 + [0] * 3, [7] * T]
   options = dict(segment_ids=jnp.asarray(rows), floor=floor)
@@ -171,7 +175,7 @@ def test_given_log_decay(implementation):
   assert rmse(o, wanted_o) <= 1e-4 and rmse(s, wanted_s) <= 1e-4
 
 
-@pytest.mark.parametrize("implementation", list(api.BACKENDS))
+@pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_whole_chunks_at_the_floor_stay_finite(implementation, dtype):
   skip_unsupported(implementation)
