@@ -9,33 +9,29 @@ import sys
 
 BENCH = "python -m experiments.0003_hopper_kda.bench --out rows.jsonl"
 
-# Sections of bench.py by call; FLA needs minutes of its own for its tuning.
-RUNS = [f"{BENCH} stages", f"{BENCH} ceilings ours xla",
-        f"{BENCH} --shapes 1,2 ours", f"{BENCH} cudnn ours",
-        f"{BENCH} check golden"]
+# In one call, one process after the other; FLA first, since its tuning takes a
+# minute and more. The call before it ran FLA alone at the first shape.
+RUNS = [f"{BENCH} --shapes 0,1,2 ceilings fla fla_packed accuracy",
+        "python -m pallas_kernels.tune kda --shapes 1x8192x32x128x128",
+        f"{BENCH} --shapes 0,1,2,3 ours packed decode conv"]
 
-
-# Seconds of each section's whole run, as bench.py printed them; the processes
-# of check and golden were given 70.
-SECONDS = {"stages": 25.3, "ceilings": 1.2, "ours": 13.4, "xla": 17.5,
-           "cudnn": 14.0, "check": 70.0, "golden": 70.0}
+# Seconds of each section's whole run, as bench.py printed them.
+SECONDS = {"fla": 128.9, "fla alone": 92.3, "ceilings": 1.9, "ours": 41.4,
+           "decode": 12.6, "conv": 1.6}
 
 
 def convert(row, commit, device):
   """Returns the report's row of one of bench.py's rows."""
   names = [row["section"]]
-  if row["section"] in ("stages", "check", "golden"):
-    names = [row.get("kernel", row.get("name"))]
+  if "name" in row:
+    names.append(row["name"].removeprefix(f"{row['section']} "))
   names += [f"{axis}{row[axis]}" for axis in "BTH" if axis in row]
-  names += [f"{x} {row[x]}" for x in (
-      "tile", "value_block", "pass_stages", "dtype") if x in row]
-  skip = {"section", "kernel", "name", "commit", "B", "T", "H", "K", "V",
-          "tile", "value_block", "pass_warps", "pass_stages", "dtype", "ok"}
-  metrics = {x: y for x, y in row.items() if x not in skip}
-  if row["section"] in ("check", "golden"):
-    metrics = {"worst relative error": max(metrics.values())}
+  if "documents" in row:
+    names.append(f"{row['documents']} documents")
+  skip = {"section", "name", "commit", "B", "T", "H", "K", "V", "documents"}
   return dict(name=" ".join(names), config={}, commit=commit, device=device,
-              wall_seconds=SECONDS[row["section"]], seed=0, metrics=metrics)
+              wall_seconds=SECONDS[row["section"]], seed=0,
+              metrics={x: y for x, y in row.items() if x not in skip})
 
 
 def main(commit, device, *paths):
