@@ -1,7 +1,7 @@
 """Tokens/s of one optimiser step of transformers' kimi_linear on this CPU.
 
 Needs torch and transformers 5.23 in an environment of its own:
-python experiments/0002_cpu_speed/peer.py BATCH CONTEXT
+python experiments/0002_cpu_speed/peer.py BATCH CONTEXT [STEPS]
 """
 import json
 import sys
@@ -43,4 +43,4 @@ def main(batch, context, steps=6):
 
 
 if __name__ == "__main__":
-  main(int(sys.argv[1]), int(sys.argv[2]))
+  main(*map(int, sys.argv[1:]))
