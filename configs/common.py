@@ -47,7 +47,10 @@ def model():
   c.key_width = 32  # of one head
   c.value_width = 32  # of one head
   c.conv_width = 4  # taps of the short convolution
-  c.floor = -5.0  # least log decay of a step; x 16 has to fit float32's exp
+  # Least log decay of a step; x 16 has to fit float32's exp. None (in a config
+  # file, not on the command line): -exp(a) softplus(z), without a bound.
+  c.floor = -5.0
+  c.gate_rank = 0  # width inside the output gate's projection; 0: full rank
 
   # Latent attention layers.
   c.latent_heads = 4
@@ -68,10 +71,15 @@ def model():
   c.expert_latent = 128  # width that experts work in; 0: the model's
   c.shared_experts = 1  # experts that see every token
   c.routed_scale = 1.0  # factor on the routed experts' sum
+  c.routed_renormalize = True  # their weights sum to 1 before that factor
+  c.expert_groups = 1  # groups of neighbours, of which a token picks some first
+  c.expert_groups_per_token = 1
 
   # Across layers.
   c.depth = "block_attention"  # "residual" is the baseline
   c.block_layers = 2  # layers in a depth block
+
+  c.tied_embedding = False  # the unembedding is the embedding
 
   # How it runs; neither changes the function.
   c.remat = "none"  # "layer" recomputes each layer in the backward pass

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultralong_jax import objectives
+from ultralong_jax.models import hybrid
 
 
 class Perplexity:
@@ -35,7 +36,7 @@ class Perplexity:
           {"params": params, "router": router}, batch["tokens"],
           batch["segment_ids"], batch["positions"], None, method="features")
       nats, _ = objectives.next_token_loss(
-          hidden_BTD, params["w_unembed_DW"], batch["targets"],
+          hidden_BTD, hybrid.unembedding(params), batch["targets"],
           batch["weights"])
       counted_BT = batch["weights"] > 0
       return (nats, jnp.sum(counted_BT),

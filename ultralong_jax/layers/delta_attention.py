@@ -60,6 +60,7 @@ class KimiDeltaAttention(nn.Module):
     value_width: channels of a head's value.
     conv_width: taps of the short convolutions.
     floor: lower bound of the log decay in nats a token; None: unbounded.
+    gate_rank: channels between the gate's two projections; 0: one projection.
     epsilon: of the output norm.
     implementation: of `pallas_kernels.kda`; "" lets it choose.
 
@@ -72,6 +73,7 @@ class KimiDeltaAttention(nn.Module):
   value_width: int
   conv_width: int = 4
   floor: float | None = -5.0
+  gate_rank: int = 0
   epsilon: float = 1e-5
   implementation: str = ""
 
@@ -136,7 +138,12 @@ class KimiDeltaAttention(nn.Module):
     scale_V = self.param("scale_V", nn.initializers.ones, (value,),
                          jnp.float32)
     o_BTHV = norm.rms_norm(o_BTHV, scale_V, self.epsilon)
-    gate_BTHV = project(x_BTD, "w_gate_DHV", width, heads, value)
+    if self.gate_rank:
+      gate_BTR = project(x_BTD, "w_gate_down_DR", width, self.gate_rank)
+      gate_BTHV = project(gate_BTR, "w_gate_up_RHV", self.gate_rank, heads,
+                          value)
+    else:
+      gate_BTHV = project(x_BTD, "w_gate_DHV", width, heads, value)
     o_BTHV *= jax.nn.sigmoid(gate_BTHV)
     y_BTD = linear.linear(
         o_BTHV, linear.weight(self, "w_out_HVD", heads, value, width), axes=2)

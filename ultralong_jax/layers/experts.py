@@ -225,6 +225,9 @@ class LatentExperts(nn.Module):
       without the two projections and the norm.
     shared: experts that every token takes, fused into one unit.
     scale: sum of a token's routed weights.
+    renormalize: False: weights are scores times `scale`.
+    groups: groups of neighbouring experts.
+    groups_per_token: of them, those that a token's experts come from.
     glu: activation, see `glu.ACTIVATIONS`.
     epsilon: of the latent's RMSNorm.
     implementation: see `resolve`.
@@ -239,6 +242,9 @@ class LatentExperts(nn.Module):
   latent: int = 0
   shared: int = 1
   scale: float = 1.
+  renormalize: bool = True
+  groups: int = 1
+  groups_per_token: int = 1
   glu: str = "situ"
   epsilon: float = 1e-5
   implementation: str = ""
@@ -280,9 +286,10 @@ class LatentExperts(nn.Module):
     threshold_E = self.variable("router", "threshold_E", jnp.zeros,
                                 (self.experts,), jnp.float32).value
     s_XE = router.scores(x_XD, w_router_DE)
-    choice_XA, cutoff_X = router.choose(s_XE, threshold_E,
-                                        self.experts_per_token)
-    weight_XA = router.weights(s_XE, choice_XA, self.scale)
+    choice_XA, cutoff_X = router.choose(
+        s_XE, threshold_E, self.experts_per_token, self.groups,
+        self.groups_per_token)
+    weight_XA = router.weights(s_XE, choice_XA, self.scale, self.renormalize)
     if (self.is_mutable_collection("statistics")
         and not self.is_initializing()):
       self._count("histogram_EZ", balance.histogram(

@@ -29,11 +29,26 @@ def plan(pattern, layers, dense_layers, block_layers):
     while i + repeats < len(blocks) and blocks[i + repeats] == blocks[i]:
       repeats += 1
     name = f"blocks_{i}" if repeats > 1 else f"block_{i}"
-    out.append((name, _groups(blocks[i], min(len(pattern), layers), at),
+    out.append((name, _groups(blocks[i], min(_period(pattern), layers), at),
                 repeats))
     at += repeats * len(blocks[i])
     i += repeats
   return tuple(out)
+
+
+def _period(pattern):
+  """Letters after which a pattern repeats.
+
+  One that ends unlike it went on, "dddm" * 6 + "ddm", has to be spelled out;
+  its period is 4 all the same.
+  """
+  for size in range(1, len(pattern) // 2 + 1):
+    start, whole = pattern[:size], len(pattern) // size
+    end = pattern[whole * size:]
+    if (start * whole + end == pattern and set(start) == set(pattern)
+        and not start.startswith(end)):
+      return size
+  return len(pattern)
 
 
 def _groups(block, period, at):

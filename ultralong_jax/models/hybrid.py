@@ -39,13 +39,15 @@ class Hybrid(nn.Module):
     width: channels of the residual stream.
     layers: how many.
     pattern: a letter a layer, d delta or m latent; repeated to `layers`.
-    heads, key_width, value_width, conv_width, floor: of delta layers.
+    heads, key_width, value_width, conv_width, floor, gate_rank: of delta
+      layers.
     latent_heads, latent_key_width, latent_shared_width, latent_value_width,
       latent_rank, query_rank, latent_gate: of latent layers.
     dense_layers: first layers whose feed-forward is dense.
     dense_hidden: its hidden width.
     experts, experts_per_token, expert_hidden, expert_latent, shared_experts,
-      routed_scale: of the other layers' experts.
+      routed_scale, routed_renormalize, expert_groups,
+      expert_groups_per_token: of the other layers' experts.
     glu: activation of all gated units.
     depth: "block_attention", or "residual" for plain sums.
     block_layers: layers whose outputs are summed to one source of the mix.
@@ -54,6 +56,7 @@ class Hybrid(nn.Module):
       its activations.
     dtype: of activations and matmuls; parameters are float32.
     implementation: of `pallas_kernels.kda`; "" lets it choose.
+    tied_embedding: the unembedding is the embedding, not a parameter.
 
   Collections:
     params: trained.
@@ -92,13 +95,20 @@ class Hybrid(nn.Module):
   remat: str
   dtype: str
   implementation: str
+  # A config.json that was written before these has none of them.
+  gate_rank: int = 0
+  routed_renormalize: bool = True
+  expert_groups: int = 1
+  expert_groups_per_token: int = 1
+  tied_embedding: bool = False
 
   def setup(self):
     normal = nn.initializers.normal(0.02)
     self.w_embed_WD = self.param("w_embed_WD", normal,
                                  (self.vocab, self.width), jnp.float32)
-    self.w_unembed_DW = self.param("w_unembed_DW", normal,
-                                   (self.width, self.vocab), jnp.float32)
+    self.w_unembed_DW = self.w_embed_WD.T if self.tied_embedding else (
+        self.param("w_unembed_DW", normal, (self.width, self.vocab),
+                   jnp.float32))
     self.stack = stack.Stack(self._parts(), self.plan())
     self.final_norm = norm.RMSNorm(self.norm_epsilon)
 
@@ -162,7 +172,8 @@ class Hybrid(nn.Module):
             delta_attention.KimiDeltaAttention, heads=self.heads,
             key_width=self.key_width, value_width=self.value_width,
             conv_width=self.conv_width, floor=self.floor,
-            epsilon=self.norm_epsilon, implementation=self.implementation),
+            gate_rank=self.gate_rank, epsilon=self.norm_epsilon,
+            implementation=self.implementation),
         latent=make(
             latent_attention.LatentAttention, heads=self.latent_heads,
             key_width=self.latent_key_width,
@@ -174,7 +185,9 @@ class Hybrid(nn.Module):
             experts.LatentExperts, experts=self.experts,
             experts_per_token=self.experts_per_token,
             hidden=self.expert_hidden, latent=self.expert_latent,
-            shared=self.shared_experts, scale=self.routed_scale, glu=self.glu,
+            shared=self.shared_experts, scale=self.routed_scale,
+            renormalize=self.routed_renormalize, groups=self.expert_groups,
+            groups_per_token=self.expert_groups_per_token, glu=self.glu,
             epsilon=self.norm_epsilon),
         norm=make(norm.RMSNorm, epsilon=self.norm_epsilon), mix=mix,
         remat=self.remat == "layer")
@@ -184,6 +197,13 @@ class Hybrid(nn.Module):
     return depth_plan.plan(self.pattern, self.layers, self.dense_layers,
                            self.block_layers if self.depth != "residual"
                            else self.layers)
+
+
+def unembedding(params):
+  """Returns w_unembed_DW of a Hybrid's parameters, tied or not."""
+  if "w_unembed_DW" in params:
+    return params["w_unembed_DW"]
+  return params["w_embed_WD"].T
 
 
 def number_documents(segment_ids_BT, state):

@@ -148,7 +148,7 @@ def _segment(model, variables, tokens_BT, length_B, state):
   last_B = jnp.maximum(length_B - 1, 0)
   hidden_BD = jnp.take_along_axis(
       hidden_BTD, last_B[:, None, None], axis=1)[:, 0]
-  w_DW = variables["params"]["w_unembed_DW"].astype(hidden_BD.dtype)
+  w_DW = hybrid.unembedding(variables["params"]).astype(hidden_BD.dtype)
   logits_BW = jnp.einsum("BD,DW->BW", hidden_BD, w_DW,
                          preferred_element_type=jnp.float32)
   return logits_BW, state

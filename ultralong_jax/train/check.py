@@ -15,13 +15,15 @@ CHOICES = {
 # At least 1, and at least 0.
 COUNTS = (
     "context", "batch", "accumulate", "steps", "model.vocab", "model.width",
-    "model.layers", "model.heads", "model.key_width", "model.value_width",
+    "model.layers", "model.expert_groups", "model.expert_groups_per_token",
+    "model.heads", "model.key_width", "model.value_width",
     "model.conv_width", "model.latent_heads", "model.latent_key_width",
     "model.latent_value_width", "model.latent_rank", "model.dense_hidden",
     "model.block_layers", "data.validation_bytes", "data.validation_context",
     "checkpoint.keep", "log.every_steps")
 COUNTS_OR_ZERO = (
-    "model.latent_shared_width", "model.query_rank", "model.dense_layers",
+    "model.latent_shared_width", "model.query_rank", "model.gate_rank",
+    "model.dense_layers",
     "model.expert_latent", "model.shared_experts", "optim.warmup_steps",
     "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
     "checkpoint.every_steps", "log.every_seconds")
@@ -111,6 +113,17 @@ def _model(c: ml_collections.ConfigDict, vocab: int):
     elif not 1 <= c.experts_per_token < c.experts:
       yield (f"model.experts_per_token={c.experts_per_token}: has to be "
              f"from 1 to below model.experts={c.experts}")
+    elif c.experts % c.expert_groups:
+      yield (f"model.experts={c.experts} do not split into "
+             f"model.expert_groups={c.expert_groups}; set model.experts="
+             f"{-(-c.experts // c.expert_groups) * c.expert_groups}")
+    elif c.expert_groups_per_token > c.expert_groups or (
+        c.experts_per_token
+        >= c.experts // c.expert_groups * c.expert_groups_per_token):
+      yield (f"model.expert_groups_per_token={c.expert_groups_per_token} of "
+             f"model.expert_groups={c.expert_groups}: has to be at most all, "
+             "and to leave more experts than model.experts_per_token="
+             f"{c.experts_per_token} to choose among")
 
 
 def _rows(c, devices: int, processes: int):

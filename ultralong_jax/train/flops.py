@@ -43,13 +43,14 @@ def train_per_token(model, params, context: int) -> float:
 def active(params, experts: int, experts_per_token: int) -> int:
   """Returns how many parameters one token is multiplied with.
 
-  The embedding is a lookup. Of a leaf whose shape suffix begins with E, the
-  experts, a token meets a few.
+  The embedding is a lookup, unless it is the unembedding too. Of a leaf whose
+  shape suffix begins with E, the experts, a token meets a few.
   """
   total = 0
-  for name, leaf in tree.named_leaves(params).items():
+  leaves = tree.named_leaves(params)
+  for name, leaf in leaves.items():
     suffix = name.rpartition("_")[2]
-    if name == "w_embed_WD":
+    if name == "w_embed_WD" and "w_unembed_DW" in leaves:
       continue
     if suffix.startswith("E") and len(suffix) > 2:
       total += math.prod(leaf.shape) * experts_per_token // experts

@@ -13,6 +13,7 @@ from ultralong_jax import objectives
 from ultralong_jax import optim
 from ultralong_jax import tree
 from ultralong_jax.layers import balance as balance_lib
+from ultralong_jax.models import hybrid
 
 
 def make_train_step(model, optimizer, accumulate: int, balance: str,
@@ -54,7 +55,7 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
         batch["segment_ids"], batch["positions"], None, method="features",
         mutable=["statistics"])
     nats, _ = objectives.next_token_loss(
-        hidden_BTD, params["w_unembed_DW"], batch["targets"],
+        hidden_BTD, hybrid.unembedding(params), batch["targets"],
         batch["weights"])
     statistics = written["statistics"] if "statistics" in written else {}
     return nats / weight, statistics

@@ -80,3 +80,39 @@ def test_weights_survive_scores_that_underflow():
 def test_choosing_none_or_all_names_the_field(top):
   with pytest.raises(ValueError, match="experts_per_token"):
     router.choose(some_scores(), jnp.zeros(10), top)
+
+
+def test_groups_limit_the_choice_to_the_best_pairs():
+  s_XE, threshold_E = some_scores(), np.linspace(.3, -.3, 10, dtype=np.float32)
+  choice_XA, cutoff_X = router.choose(s_XE, threshold_E, 3, 5, 2)
+  for x, biased_E in enumerate(s_XE + threshold_E[None]):
+    # Groups of two: their sum is the group's score.
+    best = np.argsort(-biased_E.reshape(5, 2).sum(1))[:2]
+    inside = np.concatenate([2 * best, 2 * best + 1])
+    ranked = inside[np.argsort(-biased_E[inside])]
+    assert choice_XA[x].tolist() == ranked[:3].tolist()
+    assert cutoff_X[x] == biased_E[ranked[3]]
+
+
+def test_one_group_or_all_groups_limit_nothing():
+  s_XE, threshold_E = some_scores(), np.linspace(-.3, .3, 10, dtype=np.float32)
+  free = router.choose(s_XE, threshold_E, 4)
+  for groups, open_ in ((1, 1), (5, 5)):
+    limited = router.choose(s_XE, threshold_E, 4, groups, open_)
+    jax.tree.map(np.testing.assert_array_equal, free, limited)
+
+
+@pytest.mark.parametrize("top, groups, open_", [(2, 3, 1), (2, 5, 1),
+                                                (2, 5, 6), (2, 5, 0)])
+def test_refuses_groups_that_leave_no_choice(top, groups, open_):
+  with pytest.raises(ValueError, match=f"expert_groups={groups}"):
+    router.choose(some_scores(), jnp.zeros(10), top, groups, open_)
+
+
+def test_weights_without_renormalisation_are_scores():
+  s_XE = some_scores()
+  choice_XA, _ = router.choose(s_XE, jnp.zeros(10), 4)
+  chosen = np.take_along_axis(s_XE, np.asarray(choice_XA), 1)
+  np.testing.assert_allclose(
+      router.weights(s_XE, choice_XA, 2.5, renormalize=False), 2.5 * chosen,
+      rtol=1e-6)

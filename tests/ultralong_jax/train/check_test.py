@@ -22,6 +22,10 @@ def config(**leaves):
     ({"model.experts_per_token": 8}, "below model.experts=8"),
     ({"model.experts_per_token": 0}, "experts_per_token=0"),
     ({"model.experts": 1}, "model.experts=1"),
+    ({"model.expert_groups": 3}, "expert_groups=3; set model.experts=9"),
+    ({"model.expert_groups": 4}, "expert_groups_per_token=1 of .*groups=4"),
+    ({"model.expert_groups_per_token": 2}, "token=2 of .*groups=1.*most all"),
+    ({"model.gate_rank": -1}, "gate_rank=-1: has to be 0 or more"),
     ({"model.dense_layers": 5}, "dense_layers=5 exceeds"),
     ({"model.glu": "relu"}, 'glu="relu": choose from situ, swiglu'),
     ({"model.dtype": "float16"}, 'dtype="float16": choose'),
@@ -51,6 +55,12 @@ def test_error_names_field_value_and_fix(leaves, says):
   with pytest.raises(check.Refusal, match=says):
     check.check(config(**{"batch": 8, **leaves}), vocab=272, devices=4,
                 processes=2)
+
+
+def test_unbounded_decay_and_grouped_experts_pass():
+  c = config(**{"model.expert_groups": 4, "model.expert_groups_per_token": 2})
+  c.model.floor = None
+  check.check(c)
 
 
 def test_all_errors_are_said_at_once():

@@ -14,6 +14,8 @@ def test_hand_counted_model():
             "experts": {"w_up_ERF": np.zeros((8, 4, 5)),
                         "threshold_E": np.zeros(8)}}
   assert flops.active(params, experts=8, experts_per_token=2) == 40 + 40 + 8
+  tied = {"w_embed_WD": np.zeros((10, 4))}
+  assert flops.active(tied, experts=8, experts_per_token=2) == 40
   model = types.SimpleNamespace(
       pattern="dm", layers=3, heads=2, key_width=4, value_width=5,
       latent_heads=3, latent_key_width=2, latent_shared_width=1,
