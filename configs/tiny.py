@@ -13,12 +13,20 @@ def get_config(arg=None):
   arg = common.parse_arg(arg, context=512, smoke=False)
   c = common.get_config()
   c.context = arg.context
-  c.batch = max(1, 2_048 // arg.context)
-  c.steps = 6 if arg.smoke else 210
+  c.batch = max(1, 1_024 // arg.context)
+  c.steps = 6 if arg.smoke else 530
+  # Half of common's width and many small experts: on a slow CPU more tokens
+  # are worth more than more work a token.
+  c.model.width = 128
+  c.model.dense_hidden = 256
+  c.model.experts = 32
+  c.model.expert_hidden = 96
+  c.model.expert_latent = 96
   # float32: bfloat16 is emulated, so slower, on CPUs without instructions for
   # it; set model.dtype=bfloat16 where there are.
   c.model.dtype = "float32"
-  c.optim.lr = 0.01
+  c.optim.lr = 0.004
+  c.optim.adam_lr = 0.006
   c.optim.warmup_steps = 2 if arg.smoke else 15
   if arg.smoke:
     c.data.validation_bytes = 8_192
