@@ -1,6 +1,6 @@
 """Our linear cross-entropy beside tokamax's: loss and both gradients.
 
-python -m experiments.0005_loss.bench --out results.jsonl
+python -m experiments.0005_loss.sweep --out results.jsonl
 """
 import argparse
 import json

@@ -1,6 +1,6 @@
 """Milliseconds a decoded token after short and long texts.
 
-python -m experiments.0006_decode_cost.bench --out results.jsonl
+python -m experiments.0006_decode_cost.sweep --out results.jsonl
 
 The state's capacity is the same for all, so only what came before differs.
 """
