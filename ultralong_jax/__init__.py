@@ -2,7 +2,7 @@
 
 
 def load(workdir):
-  """Loads the newest checkpoint of a run.
+  """Loads the newest checkpoint of a run, or one from the Hugging Face hub.
 
     m = ultralong_jax.load("runs/tiny")
     m.generate("def ", max_new_tokens=64)
@@ -10,7 +10,8 @@ def load(workdir):
   Reads `config.json` and arrays, never a Python file.
 
   Args:
-    workdir: the run's folder, as given to --workdir.
+    workdir: the run's folder, as given to --workdir; or a folder with a
+      released Kimi Linear: config.json and *.safetensors.
 
   Returns:
     A frontdoor.Loaded: config, params, router, tokenizer, model, logits(),

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from ultralong_jax.data import tokenizer as tokenizer_lib
+from ultralong_jax.interop import huggingface
 from ultralong_jax.models import hybrid
 from ultralong_jax.serve import decode
 from ultralong_jax.train import validate
@@ -19,17 +22,19 @@ class Loaded:
   """A trained model, ready to be asked.
 
   Attributes:
-    config: the run's config, every leaf.
+    config: the run's config, every leaf; of a released checkpoint, `model`
+      and, as `hub`, its config.json.
     params: parameters of the newest checkpoint.
     router: thresholds of its experts; empty without experts.
-    tokenizer: text to ids and back.
+    tokenizer: text to ids and back; None where a released checkpoint has no
+      tokenizer.json.
     model: Hybrid; `model.apply(m.variables, tokens_BT)`.
     step: of the checkpoint.
   """
   config: Any
   params: Any
   router: Any
-  tokenizer: tokenizer_lib.Tokenizer
+  tokenizer: tokenizer_lib.Tokenizer | None
   model: hybrid.Hybrid
   step: int
 
@@ -46,22 +51,35 @@ class Loaded:
                        "document is tokens[None]")
     return _logits(self.model, self.variables, tokens_BT)
 
-  def generate(self, prompt: str, max_new_tokens: int = 64,
-               temperature: float = 0., seed: int = 0) -> str:
-    """Returns what follows `prompt`, as text, without the prompt.
+  def generate(self, prompt: str | list[int], max_new_tokens: int = 64,
+               temperature: float = 0., seed: int = 0) -> str | list[int]:
+    """Returns what follows `prompt`, without it: text for text, ids for ids.
 
     Args:
-      prompt: beginning of a document; may be empty.
+      prompt: beginning of a document, may be empty; or its token ids, bos
+        included if there is one.
       max_new_tokens: most tokens that are added; ends early at a document's
         end.
       temperature: of sampling; 0 takes the likeliest token.
       seed: of sampling.
     """
-    ids = [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
+    tokenizer, ids = self.tokenizer, prompt
+    if isinstance(prompt, str):
+      if tokenizer is None:
+        raise huggingface.Refusal(
+            "this checkpoint has no tokenizer.json, so it reads no text; put "
+            "one into its folder, or give token ids")
+      start = [] if tokenizer.bos is None else [tokenizer.bos]
+      ids = start + tokenizer.encode(prompt)
     new, = decode.generate(
         self.model, self.variables, [ids], max_new_tokens, temperature,
-        jax.random.key(seed), eos=self.tokenizer.eos)
-    return self.tokenizer.decode(new)
+        jax.random.key(seed), eos=self._eos())
+    return tokenizer.decode(new) if isinstance(prompt, str) else new
+
+  def _eos(self):
+    if "hub" not in self.config:
+      return self.tokenizer.eos
+    return self.config.hub.get("eos_token_id")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -71,9 +89,23 @@ def _logits(model, variables, tokens_BT):
 
 def load(workdir) -> Loaded:
   """See `ultralong_jax.load`."""
+  if huggingface.is_released(workdir):
+    return _load_released(workdir)
   config = workdir_lib.read_config(workdir)
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
   model = hybrid.Hybrid(**config.model)
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   step, params, router = validate.restore_model(model, workdir, device)
   return Loaded(config, params, router, tokenizer, model, step)
+
+
+def _load_released(folder) -> Loaded:
+  released = huggingface.read(folder)
+  tokenizer = None
+  if (pathlib.Path(folder) / "tokenizer.json").is_file():
+    tokenizer = tokenizer_lib.load(str(folder))
+    tokenizer.bos = released.hub.get("bos_token_id")
+  config = ConfigDict({"model": released.model, "hub": released.hub}).lock()
+  return Loaded(config, released.variables["params"],
+                released.variables.get("router", {}), tokenizer,
+                hybrid.Hybrid(**released.model), 0)

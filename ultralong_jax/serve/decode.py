@@ -22,7 +22,7 @@ CAPACITY_MIN_TOKENS = 64
 
 def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
              temperature: float = 0., rng=None, capacity: int | None = None,
-             eos: int | None = None) -> list[list[int]]:
+             eos: int | list[int] | None = None) -> list[list[int]]:
   """Continues prompts, all together; equals continuing each alone.
 
   Args:
@@ -33,7 +33,8 @@ def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
     temperature: of sampling; 0 takes the likeliest token.
     rng: a key; needed if temperature is positive.
     capacity: tokens that the state has room for; None makes enough.
-    eos: a row ends with this token, which is part of the result.
+    eos: a row ends with this token, or one of these, which is part of the
+      result.
 
   Returns:
     The new tokens of each prompt.
@@ -47,6 +48,7 @@ def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
   logits_BW, state = prefill(model, variables, prompts, state)
   new = [[] for _ in prompts]
   active_B = np.ones(len(prompts), bool)
+  ends = [] if eos is None else np.ravel(eos).tolist()
   for index in range(max_new_tokens):
     token_B = choose(logits_BW, temperature, rng, index)
     for row, token in enumerate(np.asarray(token_B).tolist()):
@@ -55,7 +57,7 @@ def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
           raise FloatingPointError(f"logits of row {row} are not finite after "
                                    f"{len(new[row])} new tokens")
         new[row].append(token)
-        active_B[row] = token != eos
+        active_B[row] = token not in ends
     if index + 1 == max_new_tokens or not active_B.any():
       break
     logits_BW, state = step(model, variables, token_B, active_B.copy(), state)
