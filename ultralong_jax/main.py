@@ -1,4 +1,4 @@
-"""Command line: flags -> config -> train, evaluate or generate."""
+"""Command line: flags -> config -> train, evaluate, generate, exchange."""
 import shlex
 import sys
 
@@ -8,7 +8,9 @@ from absl import logging
 from ml_collections import config_flags
 
 import ultralong_jax
+from ultralong_jax.interop import huggingface
 from ultralong_jax.train import check
+from ultralong_jax.train import exchange
 from ultralong_jax.train import loop
 from ultralong_jax.train import signals
 from ultralong_jax.train import validate
@@ -20,8 +22,17 @@ CONFIG = config_flags.DEFINE_config_file(
     "has it in WORKDIR/config.json.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.",
                               required=True)
-MODE = flags.DEFINE_enum("mode", "train", ["train", "evaluate", "generate"],
-                         "What to do.")
+MODE = flags.DEFINE_enum(
+    "mode", "train",
+    ["train", "evaluate", "generate", "import_hf", "export_hf"],
+    "What to do. import_hf makes the run --workdir of the checkpoint --hf; "
+    "export_hf writes the run's newest checkpoint to --hf.")
+HF = flags.DEFINE_string(
+    "hf", None, "Folder with a Kimi Linear checkpoint in the Hugging Face "
+    "hub's format: config.json and *.safetensors.")
+HF_DTYPE = flags.DEFINE_enum(
+    "hf_dtype", "float32", ["float32", "bfloat16"],
+    "Of the matrices that export_hf writes.")
 PROMPT = flags.DEFINE_string("prompt", "def ", "Where generate starts.")
 MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 200, "Tokens that generate adds.", lower_bound=1)
@@ -39,9 +50,9 @@ def main(argv):
     raise app.UsageError(f"{' '.join(argv[1:])}: belongs to no flag")
   logging.set_verbosity(logging.ERROR)  # Orbax reports every save at length
   try:
-    sys.exit({"train": train, "evaluate": evaluate,
-              "generate": generate}[MODE.value]())
-  except check.Refusal as refusal:
+    sys.exit({"train": train, "evaluate": evaluate, "generate": generate,
+              "import_hf": import_hf, "export_hf": export_hf}[MODE.value]())
+  except (check.Refusal, huggingface.Refusal) as refusal:
     sys.exit(f"error: {refusal}")
 
 
@@ -77,6 +88,26 @@ def generate() -> int:
       PROMPT.value, max_new_tokens=MAX_NEW_TOKENS.value,
       temperature=TEMPERATURE.value)
   print(PROMPT.value + text)
+  return 0
+
+
+def import_hf() -> int:
+  if CONFIG.value is None or HF.value is None:
+    raise check.Refusal(
+        "import_hf needs --hf, the checkpoint's folder, and --config, such as "
+        "configs/common.py, for all but the model")
+  exchange.import_run(CONFIG.value, HF.value, WORKDIR.value,
+                      ALLOW_CONFIG_CHANGE.value)
+  print(f"imported {HF.value} as step 0 of {WORKDIR.value}")
+  return 0
+
+
+def export_hf() -> int:
+  if HF.value is None:
+    raise check.Refusal("export_hf needs --hf, the folder to write")
+  saved_config()
+  exchange.export_run(WORKDIR.value, HF.value, HF_DTYPE.value)
+  print(f"exported {WORKDIR.value} to {HF.value}, without a tokenizer")
   return 0
 
 

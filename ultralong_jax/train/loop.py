@@ -74,10 +74,12 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
   # 2. if there is none, the seed.
   # A checkpoint that cannot be read ends the run: nothing starts over unasked.
   checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint.keep)
-  start = checkpoints.latest() or 0
-  if start:
+  latest = checkpoints.latest()
+  start = latest or 0
+  if latest is not None:
     state, record = checkpoints.restore(start, shapes)
-    refuse_other_data(record["data"], data.fingerprint)
+    if record["data"] is not None:  # an imported model comes without
+      refuse_other_data(record["data"], data.fingerprint)
   else:
     # Runs once: unoptimised, it compiles in a third of the time.
     options = ({"xla_backend_optimization_level": 0}
@@ -116,8 +118,8 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
           f"{mesh.devices.flat[0].device_kind}")
   log.say(f"to beat: {beat['bigram']:.3f} bits/byte (bigram), "
           f"{beat['unigram']:.3f} (unigram)")
-  log.say(f"{'from step ' + str(start) if start else 'from the seed'}; set up "
-          f"in {prepared - began:.1f} s, compiled in "
+  begin = "from the seed" if latest is None else f"from step {start}"
+  log.say(f"{begin}; set up in {prepared - began:.1f} s, compiled in "
           f"{compiled - prepared:.1f} s")
   log.write(start, {"setup_seconds": prepared - began,
                     "compile_seconds": compiled - prepared,
