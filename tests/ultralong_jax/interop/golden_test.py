@@ -101,3 +101,16 @@ def test_export_has_the_same_bytes_and_imports_the_same(golden, tmp_path):
   for file in files:
     assert ((tmp_path / "a" / file).read_bytes()
             == (tmp_path / "b" / file).read_bytes())
+
+
+def test_front_door(golden):
+  folder, m, expected = golden
+  for ids in expected["greedy"].tolist():
+    new, eos = ids[20:], 2  # which the stored continuation runs past
+    new = new[:new.index(eos) + 1] if eos in new else new
+    assert m.generate(ids[:20], max_new_tokens=24) == new
+  tokens_BT = expected["input_ids"][:1, :9]
+  np.testing.assert_allclose(m.logits(tokens_BT), expected["logits"][:1, :9],
+                             atol=1e-4)
+  with pytest.raises(huggingface.Refusal, match="tokenizer.json.*token ids"):
+    m.generate("text")
