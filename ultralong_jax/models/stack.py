@@ -3,8 +3,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flax import linen as nn
-import jax
 import jax.numpy as jnp
+
+from ultralong_jax.models import depth_scan
 
 COLLECTIONS = {"params": 0, "router": 0, "statistics": 0}
 
@@ -33,8 +34,8 @@ class Parts(NamedTuple):
 class Stack(nn.Module):
   """Blocks of layers, and the mix over depth that the output reads.
 
-  Equal neighbours are one scan, whose carry is the buffer of block sums;
-  blocks that have no equal neighbour stand outside.
+  Equal neighbours are one scan that carries all block sums, written one after
+  another; blocks that have no equal neighbour stand outside.
   """
   parts: Parts
   blocks: tuple
@@ -60,33 +61,43 @@ class Stack(nn.Module):
     return partial_BTD, None if state is None else after
 
   def _scan(self, name, block, repeats, sources, tokens, state):
-    known = len(sources)
-    buffer_MBTD = jnp.stack(sources)
-    buffer_MBTD = jnp.pad(buffer_MBTD, [(0, repeats)] + [(0, 0)] * 3)
-    scanned = nn.scan(
-        ScannedBlock, variable_axes=COLLECTIONS, split_rngs={"params": True},
-        in_axes=(nn.broadcast, 0), length=repeats)
-    carry = buffer_MBTD, jnp.int32(known)
-    (buffer_MBTD, _), state = scanned(self.parts, block, name=name)(
-        carry, tokens, state)
-    return tuple(buffer_MBTD), state
+    """Not by `nn.scan`, which keeps a buffer a block: see `depth_scan`."""
+    mutable = [c for c in COLLECTIONS if self.is_mutable_collection(c)]
+    if self.is_initializing():
+      # Makes the variables, whose names and shapes are those of `nn.scan`.
+      scanned = nn.scan(
+          ScannedBlock, variable_axes=COLLECTIONS,
+          split_rngs={"params": True}, length=repeats,
+          in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0))
+      scanned(self.parts, block, name=name)(
+          None, sources + sources[:1] * repeats, None, tokens, state)
+      mutable = []
+    variables = {c: self.variables[c][name] for c in COLLECTIONS
+                 if name in self.variables.get(c, {})}
+
+    def run(x, sources, valid, tokens):
+      variables, state = x
+      module = ScannedBlock(self.parts, block, parent=None)
+      (_, (sum_BTD, state)), written = module.apply(
+          variables, None, sources, valid, tokens, state, mutable=mutable)
+      return sum_BTD, (state, written)
+
+    sources, (state, written) = depth_scan.scan(
+        run, repeats, sources, tokens, (variables, state))
+    for collection, tree in written.items():
+      self.put_variable(collection, name, tree)
+    return sources, state
 
 
 class ScannedBlock(nn.Module):
-  """A block as a scan's step: reads the buffer's sums and adds its own."""
+  """A block of `_scan`; `nn.scan` wants the carry, which is None."""
   parts: Parts
   block: tuple
 
   @nn.compact
-  def __call__(self, carry, tokens, state):
-    buffer_MBTD, known = carry
-    sources = tuple(buffer_MBTD)
-    valid = tuple(m < known for m in range(len(sources)))
-    sum_BTD, state = Block(self.parts, self.block, name="block")(
+  def __call__(self, carry, sources, valid, tokens, state):
+    return carry, Block(self.parts, self.block, name="block")(
         sources, valid, None, tokens, state)
-    buffer_MBTD = jax.lax.dynamic_update_index_in_dim(
-        buffer_MBTD, sum_BTD, known, axis=0)
-    return (buffer_MBTD, known + 1), state
 
 
 class Block(nn.Module):

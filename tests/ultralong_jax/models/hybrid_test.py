@@ -179,8 +179,8 @@ def test_depth_costs_no_program(depth, growth):
 @pytest.mark.slow
 def test_depth_mix_costs_little_memory_beside_plain_residuals():
   def peak(depth):
-    model = hybrid.Hybrid(**sizes(layers=32, pattern="m", depth=depth,
-                                  width=64, block_layers=8, remat="layer",
+    model = hybrid.Hybrid(**sizes(layers=16, pattern="m", depth=depth,
+                                  width=64, block_layers=2, remat="layer",
                                   experts_per_token=1, dense_layers=0))
     tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -195,8 +195,8 @@ def test_depth_mix_costs_little_memory_beside_plain_residuals():
     return grad.compile().memory_analysis().temp_size_in_bytes
 
   one = 2048 * 64 * 4  # bytes of B T D
-  # The scan over blocks keeps a buffer of blocks + 1 sums a block: 20 here.
-  assert peak("block_attention") < peak("residual") + 40 * one
+  # Nine sums and their cotangents, and what one mix of them computes with.
+  assert peak("block_attention") < peak("residual") + (2 * 9 + 8) * one
 
 
 def test_plan_names_every_layer_once():
