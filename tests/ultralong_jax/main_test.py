@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import chex
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -18,16 +20,32 @@ model.experts=4 model.expert_hidden=16 model.expert_latent=16
 optim.warmup_steps=2 log.every_steps=1 checkpoint.every_steps=10
 data.validation_bytes=1024 data.validation_context=64
 """.split()
-# Sends itself SIGNAL before it reports STEP, once step 10 is on the disk.
-INTERRUPTED = """
-import os, pathlib, signal, sys, time
+# Writes each batch that it trains on to a folder, as its step's. Sends itself
+# SIGNAL before it reports STEP, once a path exists; step 0 never comes.
+WATCHED = """
+import contextlib, os, pathlib, signal, sys, time
 from absl import app
+import numpy as np
 from ultralong_jax import main
+from ultralong_jax.data import loader
 from ultralong_jax.train import progress
 
 signum, at, saved = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-del sys.argv[1:4]
-report = progress.Log.step
+folder = pathlib.Path(sys.argv[4])
+folder.mkdir()
+del sys.argv[1:5]
+report, batches = progress.Log.step, loader.Data.batches
+
+def watched(data, position=0, *args, **where):
+  found = batches(data, position, *args, **where)
+  train = data.fingerprint["split"] == "train"
+  return written(found, position // data.batch) if train else found
+
+def written(found, steps):
+  with contextlib.closing(found):
+    for step, batch in enumerate(found, steps + 1):
+      np.savez(folder / f"{step}.npz", **batch)
+      yield batch
 
 def step(log, number, metrics):
   while not pathlib.Path(saved).exists():
@@ -38,7 +56,7 @@ def step(log, number, metrics):
     os.kill(os.getpid(), signum)
   report(log, number, metrics)
 
-progress.Log.step = step
+progress.Log.step, loader.Data.batches = step, watched
 app.run(main.main, flags_parser=main.parse_flags)
 """
 
@@ -73,7 +91,8 @@ def call(tmp_path_factory):
 def unbroken(call, tmp_path_factory):
   """Returns the folder of a run that nobody disturbed."""
   workdir = tmp_path_factory.mktemp("unbroken")
-  text = call("-m", "ultralong_jax.main", "--workdir", workdir, *call.flags)
+  text = call("-c", WATCHED, 9, 0, workdir, workdir / "batches", "--workdir",
+              workdir, *call.flags)
   assert "step 20/20" in text and "bits/byte" in text and "to beat" in text
   assert "--mode generate" in text
   return workdir
@@ -89,6 +108,15 @@ def losses(workdir):
           for line in lines(workdir) if "loss" in line]
 
 
+def batches(folder):
+  """The batches that a process trained on, by step."""
+  found = {}
+  for path in folder.iterdir():
+    with np.load(path) as arrays:
+      found[int(path.stem)] = dict(arrays)
+  return found
+
+
 def record(workdir, step):
   path = workdir / "checkpoints" / str(step) / "record" / "metadata"
   saved = json.loads(path.read_text())
@@ -99,19 +127,28 @@ def record(workdir, step):
 def test_killed_and_stopped_run_equals_an_unbroken_one(
     call, unbroken, tmp_path):
   saved = tmp_path / "checkpoints" / "10"
-  interrupted = ["-c", INTERRUPTED]
   flags = ["--workdir", tmp_path, *call.flags]
-  call(*interrupted, 9, 13, saved, *flags, status=-9)
+  call("-c", WATCHED, 9, 13, saved, tmp_path / "killed", *flags, status=-9)
   assert losses(tmp_path)[-1][0] == 12
-  text = call(*interrupted, 15, 15, saved, *flags, status=143)
+  text = call("-c", WATCHED, 15, 15, saved, tmp_path / "stopped", *flags,
+              status=143)
   assert "from step 10" in text
   assert f"--workdir {tmp_path}" in text.split("to go on:")[1]
   stopped = int(max((tmp_path / "checkpoints").iterdir(),
                     key=lambda path: int(path.name)).name)
   assert 15 <= stopped < STEPS
-  text = call("-m", "ultralong_jax.main", "--workdir", tmp_path)
+  text = call("-c", WATCHED, 9, 0, saved, tmp_path / "ended", "--workdir",
+              tmp_path)
   assert f"from step {stopped}" in text
 
+  wanted = batches(unbroken / "batches")
+  assert set(wanted) == set(range(1, STEPS + 1)) and set(wanted[1]) == {
+      "tokens", "targets", "segment_ids", "positions", "weights"}
+  for name, before in ("killed", 0), ("stopped", 10), ("ended", stopped):
+    taken = batches(tmp_path / name)
+    assert min(taken) == before + 1
+    for step, batch in taken.items():
+      chex.assert_trees_all_equal(batch, wanted[step], strict=True)
   assert losses(tmp_path) == losses(unbroken)
   assert [step for step, *_ in losses(tmp_path)] == list(range(1, STEPS + 1))
   # Checksums of every array: parameters, optimizer, thresholds, key.
