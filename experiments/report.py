@@ -16,9 +16,41 @@ import json
 import math
 import pathlib
 import statistics
+import subprocess
 import sys
 
 BEGIN, END = "<!-- report.py: begin -->", "<!-- report.py: end -->"
+
+
+def add_flags(parser):
+  """Adds what `append` reads to a sweep's command line."""
+  parser.add_argument("--commit", default="",
+                      help="of the code that runs; asked from git if not given")
+  parser.add_argument("--out", required=True, help="file to append rows to")
+
+
+def append(flags, name, metrics, config=None, seed=0, wall_seconds=None):
+  """Prints a run's row and appends it to a results file.
+
+  Args:
+    flags: the parsed command line of a parser that `add_flags` saw.
+    name: of the run.
+    metrics: name -> number.
+    config: leaves in which it differs, or what else tells how to repeat it.
+    seed: of the run.
+    wall_seconds: that it took; None if nobody took the time.
+  """
+  import jax  # here: tables do not need it
+  commit = flags.commit or subprocess.run(
+      ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+      check=True).stdout.strip()
+  row = json.dumps({
+      "name": name, "config": config or {}, "commit": commit,
+      "device": jax.devices()[0].device_kind, "seed": seed,
+      "wall_seconds": wall_seconds, "metrics": metrics})
+  print(row, flush=True)
+  with open(flags.out, "a", encoding="utf-8") as file:
+    file.write(row + "\n")
 
 
 def read(folder):

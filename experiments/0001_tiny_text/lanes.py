@@ -1,17 +1,15 @@
 """Loss against tokens of variants of configs/tiny.py, many rates at a time.
 
-python -m experiments.0001_tiny_text.lanes "w192 muon" --tokens 500000 \
-    --rates 0.005,0.01 --adam 0.0025,0.005 --out lanes.jsonl
+python -m experiments.0001_tiny_text.lanes tiny --tokens 500000 \
+    --grid lr=0.002,0.004 momentum=0.9,0.95 --out lanes.jsonl
 
-All pairs of rates train side by side under vmap on the same batches, so one
-compile serves them all; meant for a GPU. Every lane has the schedule of a run
-of just that many tokens.
+All combinations of the grid's leaves of `config.optim` train side by side under
+vmap on the same batches, so one compile serves them all; meant for a GPU. Every
+lane has the schedule of a run of just that many tokens.
 """
 import argparse
 import itertools
-import json
 import math
-import subprocess
 import time
 import types
 
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny
+from experiments import report
 from ultralong_jax import objectives, optim
 from ultralong_jax.data import loader
 from ultralong_jax.data import tokenizer as tokenizer_lib
@@ -28,28 +27,29 @@ from ultralong_jax.models import hybrid
 from ultralong_jax.train import state as state_lib
 from ultralong_jax.train import step as step_lib
 
-NARROW = {"model.width": 192, "model.dense_hidden": 384, "model.experts": 16,
-          "model.expert_latent": 96}
-SLIM = {"model.width": 128, "model.dense_hidden": 384, "model.experts": 32,
-        "model.expert_latent": 96, "model.expert_hidden": 96}
-ADAMW = {"optim.name": "adamw", "batch": 2}
 VARIANTS = {
-    "w256 muon": {},
-    "w256 adamw": ADAMW,
-    "w192 muon": {**NARROW, "batch": 2},
-    "w192 adamw": {**NARROW, **ADAMW},
-    "w128 muon": {**SLIM, "batch": 2},
-    "w128 adamw": {**SLIM, **ADAMW},
-    "w128 adamw 1 row": {**SLIM, **ADAMW, "batch": 1},
+    "tiny": {},
+    "tiny, 1 row of 1024": {"batch": 1, "context": 1_024},
+    "tiny, 1 row": {"batch": 1},
+    "tiny, 2 heads of 64": {
+        "model.heads": 2, "model.key_width": 64, "model.value_width": 64,
+        "model.latent_heads": 2, "model.latent_key_width": 64,
+        "model.latent_value_width": 64},
 }
 
 
 def configure(name):
   """Returns the config of a variant."""
   c = tiny.get_config()
-  for path, value in VARIANTS[name].items():
-    c.update_from_flattened_dict({path: value})
+  c.update_from_flattened_dict(VARIANTS[name])
   return c
+
+
+def lanes_of(grid):
+  """["lr=1,2", "b1=3"] -> [{"lr": 1., "b1": 3.}, {"lr": 2., "b1": 3.}]."""
+  names, values = zip(*(leaf.split("=") for leaf in grid))
+  values = [map(float, value.split(",")) for value in values]
+  return [dict(zip(names, lane)) for lane in itertools.product(*values)]
 
 
 def train(c, lanes, steps, report_every):
@@ -62,11 +62,12 @@ def train(c, lanes, steps, report_every):
       seed=c.seed, split="validation")
   held = list(held.batches(process_index=0, process_count=1))
   model = hybrid.Hybrid(**c.model)
+  lanes = {name: jnp.asarray([lane[name] for lane in lanes])
+           for name in lanes[0]}
 
   def optimizer(lane, params):
-    config = types.SimpleNamespace(
-        **{**c.optim, "lr": lane[0], "adam_lr": lane[1]})
-    return optim.make(config, params, steps)
+    return optim.make(types.SimpleNamespace(**{**c.optim, **lane}), params,
+                      steps)
 
   def init(lane):
     variables = model.init(jax.random.PRNGKey(0), np.zeros((1, 1), np.int32))
@@ -91,7 +92,7 @@ def train(c, lanes, steps, report_every):
           {"params": state.params, "router": state.router}, batch["tokens"],
           batch["segment_ids"], batch["positions"], None, method="features")
       return objectives.next_token_loss(
-          hidden_BTD, state.params["w_unembed_DW"], batch["targets"],
+          hidden_BTD, hybrid.unembedding(state.params), batch["targets"],
           batch["weights"])[0]
     return jax.vmap(one)(states)
 
@@ -112,32 +113,23 @@ def main():
   parser = argparse.ArgumentParser()
   parser.add_argument("variant", choices=sorted(VARIANTS))
   parser.add_argument("--tokens", type=int, required=True)
-  parser.add_argument("--rates", default="0.0025,0.005,0.01,0.02")
-  parser.add_argument("--adam", default="0.0025")
-  parser.add_argument("--commit", default="")
-  parser.add_argument("--out", required=True, help="file to append rows to")
+  parser.add_argument("--grid", nargs="+", required=True)
+  report.add_flags(parser)
   args = parser.parse_args()
-  commit = args.commit or subprocess.run(
-      ["git", "rev-parse", "--short", "HEAD"], capture_output=True,
-      text=True, check=True).stdout.strip()
   experts.resolve = lambda _: "blocks"  # a batch of ragged matmuls is slow
-  c = configure(args.variant)
-  lanes = [tuple(map(float, pair)) for pair in itertools.product(
-      args.rates.split(","), args.adam.split(","))]
+  c, lanes = configure(args.variant), lanes_of(args.grid)
   steps = args.tokens // (c.batch * c.context)
   began = time.monotonic()
-  for step, bits in train(c, jnp.asarray(lanes), steps, max(1, steps // 24)):
+  for step, bits in train(c, lanes, steps, max(1, steps // 12)):
     print(args.variant, step, step * c.batch * c.context,
           f"{time.monotonic() - began:.0f}s",
           " ".join(f"{b:.3f}" for b in bits), flush=True)
-  with open(args.out, "a", encoding="utf-8") as file:
-    for (rate, adam), b in zip(lanes, bits):
-      file.write(json.dumps({
-          "name": f"lane {args.variant}, lr {rate:g}, adam {adam:g}, "
-                  f"{steps} steps", "config": VARIANTS[args.variant],
-          "commit": commit, "device": jax.devices()[0].device_kind, "seed": 0,
-          "wall_seconds": None,
-          "metrics": {"validation_bits_per_byte": round(float(b), 4)}}) + "\n")
+  for lane, b in zip(lanes, bits):
+    what = ", ".join(f"{name} {value:g}" for name, value in lane.items())
+    report.append(args, f"lane {args.variant}, {what}, {steps} steps",
+                  {"validation_bits_per_byte": round(float(b), 4)},
+                  {**VARIANTS[args.variant],
+                   **{f"optim.{name}": value for name, value in lane.items()}})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-import jax
+from experiments import report
 
 # Name of a run -> overrides of configs/tiny.py.
 RUNS = {
@@ -38,8 +38,8 @@ COMMON = {"steps": 300, "model.dtype": "float32", "evaluate.every_steps": 0,
           "checkpoint.every_steps": 0}
 
 
-def run(name, overrides, commit, seed):
-  """One run in a process and a folder of its own -> a row of results."""
+def run(name, overrides, seed):
+  """One run in a process and a folder of its own: config, metrics, seconds."""
   flags = {**COMMON, **overrides, "seed": seed}
   with tempfile.TemporaryDirectory() as folder:
     began = time.monotonic()
@@ -54,11 +54,9 @@ def run(name, overrides, commit, seed):
   metrics = {}
   for line in lines:
     metrics |= json.loads(line)
-  return {"name": name, "config": flags, "commit": commit,
-          "device": jax.devices()[0].device_kind, "seed": seed,
-          "wall_seconds": round(time.monotonic() - began, 1),
-          "metrics": {k: metrics[k] for k in (
-              "validation_bits_per_byte", "train_seconds")}}
+  metrics = {k: metrics[k] for k in ("validation_bits_per_byte",
+                                     "train_seconds")}
+  return flags, metrics, round(time.monotonic() - began, 1)
 
 
 def main():
@@ -66,20 +64,16 @@ def main():
   parser.add_argument("--parallel", type=int, default=1)
   parser.add_argument("--only", default="", help="runs whose name holds this")
   parser.add_argument("--seeds", type=int, default=1)
-  parser.add_argument("--commit", default="")
-  parser.add_argument("--out", required=True, help="file to append rows to")
+  report.add_flags(parser)
   args = parser.parse_args()
-  commit = args.commit or subprocess.run(
-      ["git", "rev-parse", "--short", "HEAD"], capture_output=True,
-      text=True, check=True).stdout.strip()
-  jobs = [(name, overrides, commit, seed) for seed in range(args.seeds)
+  jobs = [(name, overrides, seed) for seed in range(args.seeds)
           for name, overrides in RUNS.items() if args.only in name]
   with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
-    for row in pool.map(lambda job: run(*job), jobs):
-      if row:
-        print(json.dumps(row), flush=True)
-        with open(args.out, "a", encoding="utf-8") as file:
-          file.write(json.dumps(row) + "\n")
+    done = pool.map(lambda job: run(*job), jobs)
+    for (name, _, seed), result in zip(jobs, done):
+      if result:
+        flags, metrics, seconds = result
+        report.append(args, name, metrics, flags, seed, seconds)
 
 
 if __name__ == "__main__":

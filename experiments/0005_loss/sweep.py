@@ -3,8 +3,6 @@
 python -m experiments.0005_loss.sweep --out results.jsonl
 """
 import argparse
-import json
-import subprocess
 import time
 
 import jax
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokamax
 
+from experiments import report
 from ultralong_jax import objectives
 
 # Rows, tokens a row, width, vocabulary.
@@ -55,12 +54,8 @@ def measure(loss, arrays, calls):
 def main():
   parser = argparse.ArgumentParser()
   parser.add_argument("--calls", type=int, default=15)
-  parser.add_argument("--commit", default="")
-  parser.add_argument("--out", required=True, help="file to append rows to")
+  report.add_flags(parser)
   args = parser.parse_args()
-  commit = args.commit or subprocess.run(
-      ["git", "rev-parse", "--short", "HEAD"], capture_output=True,
-      text=True, check=True).stdout.strip()
   backend = jax.default_backend()
   dtype = jnp.float32 if backend == "cpu" else jnp.bfloat16
   for rows, tokens, width, vocabulary in SHAPES[backend]:
@@ -72,14 +67,10 @@ def main():
         jnp.ones((rows, tokens), jnp.float32))
     for name, loss in LOSSES.items():
       ms, mib = measure(loss, arrays, args.calls)
-      row = {"name": f"{name}, {rows}x{tokens}, width {width}, vocabulary "
-                     f"{vocabulary}, {jnp.dtype(dtype).name}",
-             "config": {}, "commit": commit, "seed": 0, "wall_seconds": None,
-             "device": jax.devices()[0].device_kind,
-             "metrics": {"ms": round(ms, 3), "temporary_mib": round(mib, 1)}}
-      print(json.dumps(row), flush=True)
-      with open(args.out, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+      report.append(
+          args, f"{name}, {rows}x{tokens}, width {width}, vocabulary "
+          f"{vocabulary}, {jnp.dtype(dtype).name}",
+          {"ms": round(ms, 3), "temporary_mib": round(mib, 1)})
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ python -m experiments.0006_decode_cost.sweep --out results.jsonl
 The state's capacity is the same for all, so only what came before differs.
 """
 import argparse
-import json
-import subprocess
 import time
 
 import jax
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny
+from experiments import report
 from ultralong_jax.models import hybrid
 from ultralong_jax.serve import decode
 
@@ -24,12 +23,8 @@ TOKENS = 64
 
 def main():
   parser = argparse.ArgumentParser()
-  parser.add_argument("--commit", default="")
-  parser.add_argument("--out", required=True, help="file to append rows to")
+  report.add_flags(parser)
   args = parser.parse_args()
-  commit = args.commit or subprocess.run(
-      ["git", "rev-parse", "--short", "HEAD"], capture_output=True,
-      text=True, check=True).stdout.strip()
   for pattern in ("d", "m", "dddm"):
     c = tiny.get_config()
     c.model.pattern = pattern
@@ -48,14 +43,11 @@ def main():
             state)
         jax.block_until_ready(logits_BW)
         times.append(time.perf_counter() - began)
-      row = {"name": f"pattern {pattern}, after {before} tokens",
-             "config": {"model.pattern": pattern}, "commit": commit, "seed": 0,
-             "device": jax.devices()[0].device_kind, "wall_seconds": None,
-             "metrics": {"median_ms": round(float(np.median(times)) * 1e3, 3),
-                         "least_ms": round(min(times) * 1e3, 3)}}
-      print(json.dumps(row), flush=True)
-      with open(args.out, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+      report.append(
+          args, f"pattern {pattern}, after {before} tokens",
+          {"median_ms": round(float(np.median(times)) * 1e3, 3),
+           "least_ms": round(min(times) * 1e3, 3)},
+          {"model.pattern": pattern})
 
 
 if __name__ == "__main__":
