@@ -93,6 +93,15 @@ class KimiDeltaAttention(nn.Module):
       state: after the row's last real token; None for None.
     """
     del positions_BT
+    o_BTHV, state = self.mix(x_BTD, documents_BT, continues_B, state)
+    scale_V = self.param("scale_V", nn.initializers.ones, (self.value_width,),
+                         jnp.float32)
+    o_BTHV = norm.rms_norm(o_BTHV, scale_V, self.epsilon)
+    o_BTHV = linear.gate(self, o_BTHV, x_BTD, self.gate_rank)
+    return linear.merge(self, o_BTHV, x_BTD.shape[-1]), state
+
+  def mix(self, x_BTD, documents_BT, continues_B, state):
+    """As `__call__`, up to the heads' outputs: o_BTHV, not normed yet."""
     width = x_BTD.shape[-1]
     heads, key, value = self.heads, self.key_width, self.value_width
 
@@ -134,22 +143,9 @@ class KimiDeltaAttention(nn.Module):
         dt_bias=dt_bias_HK, floor=self.floor, normalize_qk=True,
         sigmoid_beta=True, initial_state=s_BHKV, segment_ids=documents_BT,
         implementation=self.implementation or None)
-
-    scale_V = self.param("scale_V", nn.initializers.ones, (value,),
-                         jnp.float32)
-    o_BTHV = norm.rms_norm(o_BTHV, scale_V, self.epsilon)
-    if self.gate_rank:
-      gate_BTR = project(x_BTD, "w_gate_down_DR", width, self.gate_rank)
-      gate_BTHV = project(gate_BTR, "w_gate_up_RHV", self.gate_rank, heads,
-                          value)
-    else:
-      gate_BTHV = project(x_BTD, "w_gate_DHV", width, heads, value)
-    o_BTHV *= jax.nn.sigmoid(gate_BTHV)
-    y_BTD = linear.linear(
-        o_BTHV, linear.weight(self, "w_out_HVD", heads, value, width), axes=2)
     if state is None:
-      return y_BTD, None
-    return y_BTD, DeltaState(s_BHKV, tail_q_BIHK, tail_k_BIHK, tail_v_BIHV)
+      return o_BTHV, None
+    return o_BTHV, DeltaState(s_BHKV, tail_q_BIHK, tail_k_BIHK, tail_v_BIHV)
 
   def _count(self, z_BTHK, a_log_H, dt_bias_HK, documents_BT):
     """Samples the decay: enough to watch it, too little to cost."""

@@ -80,7 +80,15 @@ class LatentAttention(nn.Module):
       state: with the new tokens written at `length_B`, those past the capacity
         dropped; None for None.
     """
-    del positions_BT, continues_B
+    del continues_B
+    o_BTHV, state = self.mix(x_BTD, documents_BT, positions_BT, state)
+    if self.gate:
+      o_BTHV = linear.gate(self, o_BTHV, x_BTD)
+    return linear.merge(self, o_BTHV, x_BTD.shape[-1]), state
+
+  def mix(self, x_BTD, documents_BT, positions_BT, state):
+    """As `__call__`, up to the heads' outputs: o_BTHV."""
+    del positions_BT
     width = x_BTD.shape[-1]
     heads, query_width = self.heads, self.key_width + self.shared_width
 
@@ -121,13 +129,7 @@ class LatentAttention(nn.Module):
       o_BTHV = attend(q_BTHK, documents_BT, index_BT, state,
                       w_k_up_RHK.astype(x_BTD.dtype),
                       w_v_up_RHV.astype(x_BTD.dtype))
-
-    if self.gate:
-      gate_BTHV = project(x_BTD, "w_gate_DHV", width, heads, self.value_width)
-      o_BTHV *= jax.nn.sigmoid(gate_BTHV)
-    w_out_HVD = linear.weight(self, "w_out_HVD", heads, self.value_width,
-                              width)
-    return linear.linear(o_BTHV, w_out_HVD, axes=2), state
+    return o_BTHV, state
 
 
 def write(state, latent_BTR, key_BTU, documents_BT, index_BT):

@@ -1,4 +1,4 @@
-"""The linear map of all projections, with its gradients written out."""
+"""The linear map of all projections, and how heads leave an attention."""
 import functools
 
 import jax
@@ -54,3 +54,27 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 def weight(module: nn.Module, name: str, *shape: int):
   """A projection's parameter: float32, normal with deviation 0.02."""
   return module.param(name, nn.initializers.normal(0.02), shape, jnp.float32)
+
+
+def gate(module: nn.Module, o_BTHV, x_BTD, rank: int = 0):
+  """Multiplies heads' outputs by sigmoid(W x), a factor a channel.
+
+  Args:
+    module: owns w_gate_DHV, or w_gate_down_DR and w_gate_up_RHV.
+    o_BTHV: what the heads give.
+    x_BTD: what the gate reads.
+    rank: channels between two projections; 0: one projection.
+  """
+  width, shape = x_BTD.shape[-1], o_BTHV.shape[2:]
+  if rank:
+    gate_BTR = linear(x_BTD, weight(module, "w_gate_down_DR", width, rank))
+    gate_BTHV = linear(gate_BTR, weight(module, "w_gate_up_RHV", rank, *shape))
+  else:
+    gate_BTHV = linear(x_BTD, weight(module, "w_gate_DHV", width, *shape))
+  return o_BTHV * jax.nn.sigmoid(gate_BTHV)
+
+
+def merge(module: nn.Module, o_BTHV, width: int):
+  """Projects all heads' outputs together, by w_out_HVD: y_BTD."""
+  w_out_HVD = weight(module, "w_out_HVD", *o_BTHV.shape[2:], width)
+  return linear(o_BTHV, w_out_HVD, axes=2)
