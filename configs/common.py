@@ -39,7 +39,8 @@ def model():
   c.vocab = 272  # rows of the embedding, at least the tokenizer's
   c.width = 256
   c.layers = 4
-  c.pattern = "dddm"  # d delta, m latent attention; repeated over the layers
+  # d delta, m latent, f both fused; repeated over the layers.
+  c.pattern = "dddm"
   c.norm_epsilon = 1e-5
 
   # Delta layers.
@@ -60,6 +61,9 @@ def model():
   c.latent_rank = 64  # width of the latent that is cached
   c.query_rank = 0  # 0: queries straight from the model's width
   c.latent_gate = True  # sigmoid gate on the heads' outputs
+
+  # Fused layers: both of the above, of as many heads and as wide values.
+  c.fusion = "token"  # weights by "layer", "head", or token and head
 
   # Feed-forward part of every layer.
   c.glu = "situ"  # bounded; "swiglu" is the baseline

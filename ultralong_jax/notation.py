@@ -13,7 +13,7 @@ AXES = {
     "J": "token in a chunk (key side), second axis of a square of K",
     "K": "key width",
     "L": "layer (stacked by a scan)",
-    "M": "source of a depth mix (embedding, block sums, partial sum)",
+    "M": "source of a mix (embedding and block sums; the paths of a fusion)",
     "N": "chunk",
     "P": "patch",
     "Q": "query rank",

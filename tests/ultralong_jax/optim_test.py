@@ -42,19 +42,21 @@ def update(c, gradients, params):
   return updates
 
 
-def tiny_hybrid_params():
-  model = hybrid.Hybrid(**common.get_config().model)
+def tiny_hybrid_params(**changes):
+  model = hybrid.Hybrid(**{**common.get_config().model, **changes})
   return jax.eval_shape(model.init, jax.random.key(0),
                         jnp.zeros((1, 1), jnp.int32))["params"]
 
 
-def test_every_parameter_of_the_model_has_a_group():
-  params = tiny_hybrid_params()
+@pytest.mark.parametrize("changes", [dict(), dict(pattern="f")], ids=str)
+def test_every_parameter_of_the_model_has_a_group(changes):
+  params = tiny_hybrid_params(**changes)
   optim.make(config(), params, steps=100)
   groups = {name: optim.group(name) for name in tree.named_leaves(params)}
   muon = {n for n, g in groups.items() if g.optimizer == "muon"}
   assert muon and all(n.rpartition("/")[2].startswith("w_") for n in muon)
-  assert not any("router" in n or "embed" in n for n in muon)
+  assert not any(part in n for n in muon
+                 for part in ("router", "embed", "fusion"))
   # What is not a matrix is not decayed.
   assert all(g.decay == n.rpartition("/")[2].startswith("w_")
              for n, g in groups.items())

@@ -152,6 +152,9 @@ def to_hub(model, hub=None) -> dict:
                 depth="residual")
   errors = [f"model.{name}={getattr(m, name)!r}: has to be {value!r}"
             for name, value in wanted.items() if getattr(m, name) != value]
+  if set(m.pattern) - set(KINDS.values()):
+    errors.append(f"model.pattern={m.pattern!r}: only the letters d and m have "
+                  "a counterpart")
   if m.shared_experts < 1:
     errors.append("model.shared_experts=0: has to be 1 or more")
   if errors:

@@ -1,4 +1,4 @@
-"""The decoder: a pattern of delta and latent layers, mixed over depth."""
+"""The decoder: a pattern of attention layers, mixed over depth."""
 import functools
 
 import flax
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ultralong_jax.layers import delta_attention, depth_residual, experts
-from ultralong_jax.layers import glu, latent_attention, norm
+from ultralong_jax.layers import fused_attention, glu, latent_attention, norm
 from ultralong_jax.models import depth_plan, stack
 
 
@@ -38,11 +38,13 @@ class Hybrid(nn.Module):
     vocab: rows of the embedding.
     width: channels of the residual stream.
     layers: how many.
-    pattern: a letter a layer, d delta or m latent; repeated to `layers`.
+    pattern: a letter a layer, d delta, m latent, f both fused; repeated to
+      `layers`.
     heads, key_width, value_width, conv_width, floor, gate_rank: of delta
       layers.
     latent_heads, latent_key_width, latent_shared_width, latent_value_width,
       latent_rank, query_rank, latent_gate: of latent layers.
+    fusion: of fused layers, which are otherwise both of the above.
     dense_layers: first layers whose feed-forward is dense.
     dense_hidden: its hidden width.
     experts, experts_per_token, expert_hidden, expert_latent, shared_experts,
@@ -101,6 +103,7 @@ class Hybrid(nn.Module):
   expert_groups: int = 1
   expert_groups_per_token: int = 1
   tied_embedding: bool = False
+  fusion: str = "token"
 
   def setup(self):
     normal = nn.initializers.normal(0.02)
@@ -167,19 +170,25 @@ class Hybrid(nn.Module):
     mix = None
     if self.depth == "block_attention":
       mix = make(depth_residual.DepthMix, epsilon=self.norm_epsilon)
+    delta = dict(
+        heads=self.heads, key_width=self.key_width,
+        value_width=self.value_width, conv_width=self.conv_width,
+        floor=self.floor, gate_rank=self.gate_rank, epsilon=self.norm_epsilon,
+        implementation=self.implementation)
+    latent = dict(
+        heads=self.latent_heads, key_width=self.latent_key_width,
+        shared_width=self.latent_shared_width,
+        value_width=self.latent_value_width, rank=self.latent_rank,
+        query_rank=self.query_rank, gate=self.latent_gate)
     return stack.Parts(
-        delta=make(
-            delta_attention.KimiDeltaAttention, heads=self.heads,
-            key_width=self.key_width, value_width=self.value_width,
-            conv_width=self.conv_width, floor=self.floor,
-            gate_rank=self.gate_rank, epsilon=self.norm_epsilon,
-            implementation=self.implementation),
-        latent=make(
-            latent_attention.LatentAttention, heads=self.latent_heads,
-            key_width=self.latent_key_width,
-            shared_width=self.latent_shared_width,
-            value_width=self.latent_value_width, rank=self.latent_rank,
-            query_rank=self.query_rank, gate=self.latent_gate),
+        delta=make(delta_attention.KimiDeltaAttention, **delta),
+        latent=make(latent_attention.LatentAttention, **latent),
+        fused=make(
+            fused_attention.FusedAttention,
+            delta=make(fused_attention.DeltaPath, **delta),
+            latent=make(fused_attention.LatentPath, **latent),
+            fusion=self.fusion, gate_rank=self.gate_rank,
+            epsilon=self.norm_epsilon),
         dense=make(glu.GatedUnit, hidden=self.dense_hidden, kind=self.glu),
         experts=make(
             experts.LatentExperts, experts=self.experts,
@@ -278,8 +287,10 @@ def empty_state(model, batch, capacity):
     if kind == "d":
       return delta_attention.empty_delta_state(
           batch, m.heads, m.key_width, m.value_width, m.conv_width, dtype)
-    return latent_attention.empty_latent_state(
-        batch, capacity, m.latent_rank, m.latent_shared_width, dtype)
+    if kind == "m":
+      return latent_attention.empty_latent_state(
+          batch, capacity, m.latent_rank, m.latent_shared_width, dtype)
+    return fused_attention.FusedState(one("d"), one("m"))
 
   def stacked(repeats, tree):
     return jax.tree.map(lambda x: jnp.repeat(x[None], repeats, axis=0), tree)

@@ -21,6 +21,7 @@ class Parts(NamedTuple):
     norm: before attention and feed-forward.
     mix: over depth; None: plain residual sums.
     remat: recompute each layer in the backward pass.
+    fused: attention of kind f; None where no layer is of that kind.
   """
   delta: Callable
   latent: Callable
@@ -29,6 +30,7 @@ class Parts(NamedTuple):
   norm: Callable
   mix: Callable | None
   remat: bool
+  fused: Callable | None = None
 
 
 class Stack(nn.Module):
@@ -155,7 +157,7 @@ class Layer(nn.Module):
 
   Attributes:
     parts: makes what a layer consists of.
-    kind: d delta or m latent.
+    kind: d delta, m latent, f both fused.
     feed_forward: "dense" or "experts".
   """
   parts: Parts
@@ -178,7 +180,8 @@ class Layer(nn.Module):
     documents_BT, positions_BT, continues_B = tokens
     x_BTD = self._mix("attention_mix", sources, valid, partial_BTD, started)
     x_BTD = self.parts.norm(name="attention_norm")(x_BTD)
-    attention = self.parts.delta if self.kind == "d" else self.parts.latent
+    attention = {"d": self.parts.delta, "m": self.parts.latent,
+                 "f": self.parts.fused}[self.kind]
     y_BTD, state = attention(name="attention")(
         x_BTD, documents_BT, positions_BT, continues_B, state)
     partial_BTD = y_BTD if partial_BTD is None else partial_BTD + y_BTD

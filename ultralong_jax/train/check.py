@@ -7,6 +7,7 @@ CHOICES = {
     "balance": ("quantile", "none"),
     "model.glu": ("situ", "swiglu"),
     "model.depth": ("block_attention", "residual"),
+    "model.fusion": ("layer", "head", "token"),
     "model.remat": ("none", "layer"),
     "model.dtype": ("float32", "bfloat16"),
     "optim.name": ("muon", "adamw"),
@@ -81,10 +82,17 @@ def _leaves(config):
 
 
 def _model(c: ml_collections.ConfigDict, vocab: int):
-  unknown = sorted(set(c.pattern) - set("dm"))
+  unknown = sorted(set(c.pattern) - set("dmf"))
   if unknown or not c.pattern:
-    yield (f'model.pattern="{c.pattern}": letters are d (delta) and m (latent '
-           f"attention), one or more; {unknown} are not")
+    yield (f'model.pattern="{c.pattern}": letters are d (delta), m (latent '
+           f"attention) and f (both), one or more; {unknown} are not")
+  if "f" in c.pattern:
+    for ours, other in (("heads", "latent_heads"),
+                        ("value_width", "latent_value_width")):
+      if c[ours] != c[other]:
+        yield (f"model.{ours}={c[ours]} and model.{other}={c[other]} differ: "
+               f'a fused layer (f in model.pattern="{c.pattern}") needs them '
+               f"equal; set model.{other}={c[ours]}")
   if len(c.pattern) > c.layers:
     yield (f'model.pattern="{c.pattern}" is longer than model.layers='
            f"{c.layers}; drop letters or raise model.layers")

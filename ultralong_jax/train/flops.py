@@ -35,8 +35,9 @@ def train_per_token(model, params, context: int) -> float:
   latent_width = (model.latent_key_width + model.latent_shared_width
                   + model.latent_value_width)
   latent = 2 * model.latent_heads * latent_width * context / 2
+  of = {"d": delta, "m": latent, "f": delta + latent}
   forward = (2 * active(params, model.experts, model.experts_per_token)
-             + letters.count("d") * delta + letters.count("m") * latent)
+             + sum(of[letter] for letter in letters))
   return 3 * forward  # the backward pass multiplies twice
 
 

@@ -41,7 +41,7 @@ def setup(request):
   changes = dict(
       unrolled=dict(layers=2, query_rank=6),
       scanned=dict(layers=7, pattern="m", block_layers=2, remat="layer"),
-      residual=dict(layers=5, pattern="dmmmm", depth="residual",
+      residual=dict(layers=5, pattern="dffff", depth="residual",
                     expert_latent=0, latent_gate=False))[request.param]
   model = hybrid.Hybrid(**sizes(**changes))
   tokens = jax.random.randint(jax.random.key(0), (2, T), 0, 40)

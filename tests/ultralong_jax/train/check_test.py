@@ -13,6 +13,11 @@ def config(**leaves):
 @pytest.mark.parametrize("leaves, says", [
     ({"model.pattern": "ddx"}, r"pattern=\"ddx\".*\['x'\] are not"),
     ({"model.pattern": ""}, "model.pattern"),
+    ({"model.pattern": "ddf", "model.latent_heads": 8},
+     "heads=4 and model.latent_heads=8 differ.*set model.latent_heads=4"),
+    ({"model.pattern": "f", "model.value_width": 64},
+     "value_width=64 and .*set model.latent_value_width=64"),
+    ({"model.fusion": "both"}, "choose from layer, head, token"),
     ({"model.pattern": "dddmd"}, "longer than model.layers=4"),
     ({"model.width": 250}, "width=250.*heads=4; set model.width=252"),
     ({"model.latent_heads": 3}, "latent_heads=3; set model.width=258"),
