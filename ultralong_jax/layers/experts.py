@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.experimental import layout as array_layout
 
 from ultralong_jax.layers import balance, glu, linear, norm, router
 
@@ -153,7 +154,12 @@ def _block_matmul_fwd(x_NCD, w_EDF, expert_N):
 def _block_matmul_bwd(residuals, d_NCF):
   x_NCD, w_EDF, expert_N = residuals
   d_NCD = jnp.einsum("NCF,NDF->NCD", d_NCF, w_EDF[expert_N])
-  d_NDF = jnp.einsum("NCD,NCF->NDF", x_NCD, d_NCF)
+  x_NDC = jnp.swapaxes(x_NCD, 1, 2)
+  if jax.default_backend() == "cpu" and x_NDC.dtype == jnp.bfloat16:
+    # A transpose inside the matmul would send it to a float32 path.
+    x_NDC = array_layout.with_layout_constraint(
+        x_NDC, array_layout.Layout((0, 1, 2)))
+  d_NDF = jnp.einsum("NDC,NCF->NDF", x_NDC, d_NCF)
   # A matmul with zeros and ones: XLA's scatter-add of matrices is slower.
   one_EN = jax.nn.one_hot(expert_N, w_EDF.shape[0], axis=0, dtype=d_NDF.dtype)
   d_EDF = jnp.einsum("EN,NDF->EDF", one_EN, d_NDF)
