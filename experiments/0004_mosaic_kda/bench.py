@@ -1,12 +1,13 @@
 r"""The forward pass of bounded kda on one GPU: Mosaic GPU and Triton kernels.
 
 python -m experiments.0004_mosaic_kda.bench --out rows.jsonl \
-    check golden stages mosaic triton_stages triton
+    check golden stages mosaic triton
 
 Random inputs, gate, unit norm and sigmoid fused, medians; jitted, back to
 back, host dispatch included. A failing section is reported and passed over.
 """
 import argparse
+import importlib
 import json
 import os
 import time
@@ -20,30 +21,20 @@ import numpy as np  # noqa: E402
 
 from pallas_kernels.kda import reference  # noqa: E402
 
-SHAPES = ((1, 8192, 32), (1, 32768, 32), (8, 4096, 32), (1, 131072, 16))
-WIDTH = 128
-FLOOR = -5.0
+bench = importlib.import_module("experiments.0003_hopper_kda.bench")
+SHAPES, WIDTH, FLOOR = bench.SHAPES, bench.WIDTH, bench.FLOOR
+clock = bench.clock
 
 
 def options(key=WIDTH, segment_ids=None):
-  return dict(floor=FLOOR, normalize_qk=True, sigmoid_beta=True,
-              scale=key**-0.5, segment_ids=segment_ids)
+  return {**bench.options(0, key), "segment_ids": segment_ids}
 
 
 def draw(seed, batch, time_, heads, groups=None, key=WIDTH, value=WIDTH):
   """Random tokens, gate and first state."""
-  groups = groups or heads
-  keys = iter(jax.random.split(jax.random.key(seed), 8))
-  normal = lambda *shape, dtype=jnp.bfloat16: jax.random.normal(
-      next(keys), shape, dtype)
-  tokens = (normal(batch, time_, heads, key), normal(batch, time_, heads, key),
-            normal(batch, time_, groups, value),
-            normal(batch, time_, groups, key), normal(batch, time_, groups))
-  gate = dict(a_log=0.3 * normal(groups, dtype=jnp.float32),
-              dt_bias=normal(groups, key, dtype=jnp.float32),
-              initial_state=normal(batch, groups, key, value,
-                                   dtype=jnp.float32))
-  return tokens, gate
+  x = bench.draw(seed, batch, time_, heads, key, value, groups)
+  return (tuple(x[name] for name in bench.ARRAYS[:5]),
+          {name: x[name] for name in bench.ARRAYS[5:]})
 
 
 def relative(a, b):
@@ -127,22 +118,6 @@ def golden(record, shapes, folder="tests/golden"):
               for n, x, y in (("o", o, "o"), ("s", s, "final_state"))})
 
 
-def clock(function, *args, budget=0.4):
-  """Median milliseconds of a call: batches of calls, back to back."""
-  jax.block_until_ready(function(*args))
-  start = time.perf_counter()
-  jax.block_until_ready(function(*args))
-  calls = max(3, min(100, int(budget / 5 / (time.perf_counter() - start))))
-  times = []
-  for _ in range(5):
-    start = time.perf_counter()
-    for _ in range(calls):
-      out = function(*args)
-    jax.block_until_ready(out)
-    times.append((time.perf_counter() - start) / calls * 1e3)
-  return float(np.median(times))
-
-
 def stages(record, shapes):
   """Each Mosaic GPU kernel alone."""
   from pallas_kernels.kda import mosaic
@@ -159,30 +134,6 @@ def stages(record, shapes):
     made = intra(*arrays)
     record(section="stages", kernel="walk", B=b, T=t, H=h,
            ms=clock(walk, *made, jnp.swapaxes(gate["initial_state"], 2, 3)))
-
-
-def triton_stages(record, shapes):
-  """Each Triton kernel of the forward pass alone."""
-  from pallas_kernels.kda import triton, triton_config
-  for b, t, h in shapes:
-    tokens, gate = draw(0, b, t, h)
-    first = gate["initial_state"]
-    gate = gate["a_log"], gate["dt_bias"]
-    size, code = triton.size_of(tokens), jnp.zeros((1, 1), jnp.int32)
-    static = triton.Static(FLOOR, WIDTH**-0.5, True, True, True, False,
-                           triton_config.Config())
-    solve = jax.jit(lambda x: triton.solve(static, size, x, gate, code))
-    solved = solve(tokens)
-    expand = jax.jit(lambda x, y: triton.expand(
-        static, size, x, gate, code, x[2], y))
-    made = expand(tokens, solved)
-    walk = jax.jit(lambda x, y, z: triton.walk(
-        static, size, x, y, z, jnp.bfloat16))
-    for kernel, ms in (
-        ("solve", clock(solve, tokens)),
-        ("expand", clock(expand, tokens, solved)),
-        ("walk", clock(walk, made, solved[0], first))):
-      record(section="triton_stages", kernel=kernel, B=b, T=t, H=h, ms=ms)
 
 
 def whole(record, shapes, section):
@@ -222,7 +173,7 @@ def main():
   start, step = map(int, args.cases.split(":"))
   functions = dict(
       check=lambda r, _: check(r, slice(start, None, step)),
-      golden=golden, stages=stages, triton_stages=triton_stages,
+      golden=golden, stages=stages,
       mosaic=lambda r, s: whole(r, s, "mosaic"),
       triton=lambda r, s: whole(r, s, "triton"))
   print(jax.__version__, jax.devices()[0].device_kind, flush=True)
