@@ -102,13 +102,14 @@ def _model(c: ml_collections.ConfigDict, vocab: int):
   if c.vocab < vocab:
     yield (f"model.vocab={c.vocab} is below the tokenizer's {vocab} ids; "
            f"set model.vocab={-(-vocab // 16) * 16}")
-  if c.width % c.heads:
-    yield (f"model.width={c.width} is not a multiple of model.heads="
-           f"{c.heads}; set model.width={-(-c.width // c.heads) * c.heads}")
-  if c.width % c.latent_heads:
-    fit = -(-c.width // c.latent_heads) * c.latent_heads
-    yield (f"model.width={c.width} is not a multiple of model.latent_heads="
-           f"{c.latent_heads}; set model.width={fit}")
+  for heads, width in (("heads", "value_width"),
+                       ("latent_heads", "latent_value_width")):
+    # Heads wider in sum than the model, as released models have them, need
+    # not divide it.
+    if c.width % c[heads] and c[heads] * c[width] < c.width:
+      fit = -(-c.width // c[heads]) * c[heads]
+      yield (f"model.width={c.width} is not a multiple of model.{heads}="
+             f"{c[heads]}; set model.width={fit}")
   try:
     kda_config.check_floor(c.floor)
   except ValueError as error:

@@ -70,8 +70,8 @@ def test_unbounded_decay_and_grouped_experts_pass():
 
 def test_all_errors_are_said_at_once():
   with pytest.raises(check.Refusal) as refusal:
-    check.check(config(**{"context": 3, "model.width": 9, "steps": 10}))
-  for name in ("context=3", "model.width=9", "optim.warmup_steps=20"):
+    check.check(config(**{"context": 3, "model.width": 130, "steps": 10}))
+  for name in ("context=3", "model.width=130", "optim.warmup_steps=20"):
     assert name in str(refusal.value)
 
 
