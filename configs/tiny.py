@@ -15,7 +15,7 @@ def get_config(arg=None):
   c = common.get_config()
   c.context = arg.context
   c.batch = max(1, 1_024 // arg.context)
-  c.steps = 6 if arg.smoke else 530
+  c.steps = 6 if arg.smoke else 540
   # Half of common's width and many small experts: on a slow CPU more tokens
   # are worth more than more work a token.
   c.model.width = 128
@@ -27,7 +27,11 @@ def get_config(arg=None):
   # it; set model.dtype=bfloat16 where there are.
   c.model.dtype = "float32"
   c.optim.lr = 0.004
-  c.optim.adam_lr = 0.006
+  c.optim.adam_lr = 0.004
+  # A run of 540 steps has no time to wait for long averages.
+  c.optim.momentum = 0.75
+  c.optim.b2 = 0.99
+  c.optim.weight_decay = 0.3
   c.optim.warmup_steps = 2 if arg.smoke else 15
   if arg.smoke:
     c.data.validation_bytes = 8_192
