@@ -77,9 +77,10 @@ def read(folder, placed=None, dtype=None) -> Released:
   if dtype is not None:
     dtypes = dict.fromkeys(dtypes, np.dtype(dtype))
   shapes = _shapes(model)
-  placed = jax.tree.map(lambda _: placed or jax.sharding.SingleDeviceSharding(
-      jax.local_devices()[0]), shapes) if not isinstance(
-          placed, dict) else placed
+  if not isinstance(placed, dict):
+    everywhere = placed or jax.sharding.SingleDeviceSharding(
+        jax.local_devices()[0])
+    placed = jax.tree.map(lambda _: everywhere, shapes)
   return Released(fields, _fill(shapes, placed, dtypes, wanted, found), hub)
 
 
