@@ -60,7 +60,15 @@ def model():
   c.latent_value_width = 32
   c.latent_rank = 64  # width of the latent that is cached
   c.query_rank = 0  # 0: queries straight from the model's width
-  c.latent_gate = True  # sigmoid gate on the heads' outputs
+  # Sigmoid gate of the query: on the heads' "output" (fused layers have that
+  # anyway), on each "latent" as the query sees it, or "none".
+  c.latent_gate = "output"
+
+  c.position = "none"  # "rope" turns their shared key channels
+  c.rope_base = 10_000.0  # the slowest pair turns in 2 pi base tokens
+  c.rope_scaling = "none"  # "linear" or "yarn" interpolate to longer contexts
+  c.rope_factor = 1.0  # that context over the one before
+  c.rope_context = 4_096  # tokens of the one before; read by yarn
 
   # Fused layers: both of the above, of as many heads and as wide values.
   c.fusion = "token"  # weights by "layer", "head", or token and head

@@ -19,7 +19,7 @@ def get_config(arg=None):
   m.glu = "swiglu"
   m.depth = "residual"
   m.expert_latent = 0
-  m.latent_gate = False
+  m.latent_gate = "none"
   if arg.tiny:
     m.pattern = "ddmddm"
     m.layers = 8

@@ -48,7 +48,8 @@ def tiny_hybrid_params(**changes):
                         jnp.zeros((1, 1), jnp.int32))["params"]
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(pattern="f")], ids=str)
+@pytest.mark.parametrize("changes", [
+    dict(), dict(pattern="f", latent_gate="latent")], ids=str)
 def test_every_parameter_of_the_model_has_a_group(changes):
   params = tiny_hybrid_params(**changes)
   optim.make(config(), params, steps=100)

@@ -84,7 +84,8 @@ def to_model(hub: dict, where: str) -> dict:
       latent_heads=heads, latent_key_width=get("qk_nope_head_dim"),
       latent_shared_width=get("qk_rope_head_dim"),
       latent_value_width=get("v_head_dim"), latent_rank=get("kv_lora_rank"),
-      query_rank=get("q_lora_rank", 0), latent_gate=False, glu="swiglu",
+      query_rank=get("q_lora_rank", 0), latent_gate="none",
+      position="none", rope_scaling="none", rope_factor=1.0, glu="swiglu",
       dense_layers=_dense_layers(hub, layers, errors),
       dense_hidden=get("intermediate_size"), experts=get("num_experts"),
       experts_per_token=get("num_experts_per_token"),
@@ -148,7 +149,8 @@ def to_hub(model, hub=None) -> dict:
   """
   m = model
   wanted = dict(floor=None, gate_rank=m.key_width, value_width=m.key_width,
-                latent_gate=False, glu="swiglu", expert_latent=0,
+                latent_gate="none", position="none",
+                glu="swiglu", expert_latent=0,
                 depth="residual")
   errors = [f"model.{name}={getattr(m, name)!r}: has to be {value!r}"
             for name, value in wanted.items() if getattr(m, name) != value]

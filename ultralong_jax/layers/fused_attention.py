@@ -30,7 +30,10 @@ class DeltaPath(delta_attention.KimiDeltaAttention):
 
 
 class LatentPath(latent_attention.LatentAttention):
-  """A latent layer up to its heads' outputs."""
+  """A latent layer up to its heads' outputs.
+
+  Its output gate is the fused layer's own, so "output" and "none" are the same.
+  """
 
   @nn.compact
   def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):

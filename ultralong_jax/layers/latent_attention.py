@@ -8,7 +8,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from ultralong_jax.layers import attention, linear, norm
+from ultralong_jax.layers import attention, linear, norm, position
 
 
 @flax.struct.dataclass
@@ -37,10 +37,18 @@ def empty_latent_state(batch, capacity, rank, shared, dtype):
 
 
 class LatentAttention(nn.Module):
-  """Causal attention inside documents, without positions, gated at the output.
+  """Causal attention inside documents, gated by the query.
 
     c_t = norm(W_down x_t);  k_t = [W_uk c_t, W_shared x_t];  v_t = W_uv c_t
     y_t = W_out (sigmoid(W_gate x_t) * attention(W_q x, k, v)_t)
+
+  That gate weighs what was found. The other form, gate = "latent", weighs
+  where to look as well: query t sees sigmoid(W_gate x_t) * c_s in place of
+  c_s, in key and value, and the output is not gated.
+
+  Without `rotary` a token's place counts for nothing but the order in time;
+  with it the shared channels of the key, and what they meet in the query, are
+  turned by the position in the document. States hold turned keys.
 
   Attributes:
     heads: heads of queries, keys and values.
@@ -49,7 +57,8 @@ class LatentAttention(nn.Module):
     value_width: channels of a head's value.
     rank: channels of the latent.
     query_rank: channels of the queries' latent; 0 for none.
-    gate: whether the output is gated.
+    gate: "output", "latent" or "none".
+    rotary: position.Rotary; None: no position.
     epsilon: of the norms on latents.
     implementation: of the attention over whole sequences; see `attention`.
   """
@@ -59,7 +68,8 @@ class LatentAttention(nn.Module):
   value_width: int
   rank: int
   query_rank: int = 0
-  gate: bool = True
+  gate: str = "output"
+  rotary: position.Rotary | None = None
   epsilon: float = 1e-6
   implementation: str = ""
 
@@ -71,7 +81,7 @@ class LatentAttention(nn.Module):
       x_BTD: normed inputs.
       documents_BT: ordinals, strictly increasing along a row, also past what
         `state` holds; 0 is trailing padding, which changes nothing.
-      positions_BT: not looked at.
+      positions_BT: inside the document; looked at with `rotary` only.
       continues_B: not looked at: another document has another ordinal.
       state: a `LatentState`, or None when nothing precedes or follows.
 
@@ -82,15 +92,15 @@ class LatentAttention(nn.Module):
     """
     del continues_B
     o_BTHV, state = self.mix(x_BTD, documents_BT, positions_BT, state)
-    if self.gate:
+    if self.gate == "output":
       o_BTHV = linear.gate(self, o_BTHV, x_BTD)
     return linear.merge(self, o_BTHV, x_BTD.shape[-1]), state
 
   def mix(self, x_BTD, documents_BT, positions_BT, state):
     """As `__call__`, up to the heads' outputs: o_BTHV."""
-    del positions_BT
     width = x_BTD.shape[-1]
     heads, query_width = self.heads, self.key_width + self.shared_width
+    scale = query_width ** -0.5
 
     def project(x, name, *shape):
       return linear.linear(x, linear.weight(self, name, *shape))
@@ -111,25 +121,42 @@ class LatentAttention(nn.Module):
         project(x_BTD, "w_down_DR", width, self.rank),
         scale_of("latent_scale_R", self.rank), self.epsilon)
     key_BTU = project(x_BTD, "w_shared_DU", width, self.shared_width)
+    if self.rotary is not None:
+      scale *= self.rotary.logit_scale()
+      key_BTU = position.rotate(key_BTU, positions_BT, self.rotary)
+      q_BTHK = jnp.concatenate([
+          q_BTHK[..., :self.key_width],
+          position.rotate(q_BTHK[..., self.key_width:], positions_BT,
+                          self.rotary)], -1)
     w_k_up_RHK = linear.weight(self, "w_k_up_RHK", self.rank, heads,
                                self.key_width)
     w_v_up_RHV = linear.weight(self, "w_v_up_RHV", self.rank, heads,
                                self.value_width)
 
-    if state is None:
-      o_BTHV = attention.causal_attention(
+    gate_BTR = None
+    if self.gate == "latent":
+      gate_BTR = jax.nn.sigmoid(project(x_BTD, "w_gate_DR", width, self.rank))
+    elif self.gate not in ("output", "none"):
+      raise ValueError(f"gate={self.gate!r} is none of 'output', 'latent', "
+                       "'none'")
+
+    if state is None and gate_BTR is None:
+      return attention.causal_attention(
           q_BTHK, linear.linear(latent_BTR, w_k_up_RHK),
           linear.linear(latent_BTR, w_v_up_RHV), documents_BT,
-          k_shared_BSU=key_BTU, implementation=self.implementation)
-    else:
-      index_BT = state.length_B[:, None] + jnp.arange(
-          x_BTD.shape[1], dtype=jnp.int32)[None]
-      state = write(state, latent_BTR, key_BTU, documents_BT, index_BT)
-      attend = absorbed if x_BTD.shape[1] == 1 else expanded
-      o_BTHV = attend(q_BTHK, documents_BT, index_BT, state,
-                      w_k_up_RHK.astype(x_BTD.dtype),
-                      w_v_up_RHV.astype(x_BTD.dtype))
-    return o_BTHV, state
+          k_shared_BSU=key_BTU, scale=scale,
+          implementation=self.implementation), None
+    index_BT = jnp.broadcast_to(jnp.arange(
+        x_BTD.shape[1], dtype=jnp.int32)[None], documents_BT.shape)
+    seen = LatentState(latent_BTR, key_BTU, documents_BT, None)
+    if state is not None:
+      index_BT += state.length_B[:, None]
+      seen = state = write(state, latent_BTR, key_BTU, documents_BT, index_BT)
+    query = (q_BTHK, documents_BT, index_BT, seen,
+             w_k_up_RHK.astype(x_BTD.dtype), w_v_up_RHV.astype(x_BTD.dtype))
+    if gate_BTR is None and x_BTD.shape[1] > 1:
+      return expanded(*query, scale), state
+    return absorbed(*query, scale, gate_BTR), state
 
 
 def write(state, latent_BTR, key_BTU, documents_BT, index_BT):
@@ -145,35 +172,44 @@ def write(state, latent_BTR, key_BTU, documents_BT, index_BT):
       length_B=state.length_B + (documents_BT > 0).sum(1, dtype=jnp.int32))
 
 
-def expanded(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV):
+def expanded(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV,
+             scale):
   """Attends to the state with keys and values made a block at a time."""
   o_BHTV = attention.blockwise(
-      _expand, q_BTHK.shape[-1] ** -0.5, None, jnp.swapaxes(q_BTHK, 1, 2),
+      _expand, scale, None, jnp.swapaxes(q_BTHK, 1, 2),
       documents_BT, index_BT, state.documents_BS, (w_k_up_RHK, w_v_up_RHV),
       (state.latent_BSR, state.key_BSU))
   return jnp.swapaxes(o_BHTV, 1, 2)
 
 
-def absorbed(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV):
+def absorbed(q_BTHK, documents_BT, index_BT, state, w_k_up_RHK, w_v_up_RHV,
+             scale, gate_BTR=None):
   """Attends in the latent space; no key or value of a head ever exists.
 
     q . (W_uk c) = (W_uk^T q) . c,   sum_s p_s (W_uv c_s) = W_uv sum_s p_s c_s
 
   Dearer than `expanded` by (2 rank + U) / (K + U + V) a pair and cheaper by
-  the expansion: what a single query wants.
+  the expansion: what a single query wants. And query t may see its own
+  gate_t * c_s in place of c_s, which no expansion before the pairs can give:
+
+    q . (W_uk (gate * c)) = (gate * W_uk^T q) . c,   likewise for the values
   """
   width = w_k_up_RHK.shape[-1]
   heads = q_BTHK.shape[2]
   q_BTHR = jnp.einsum("BTHK,RHK->BTHR", q_BTHK[..., :width], w_k_up_RHK)
+  if gate_BTR is not None:
+    q_BTHR *= gate_BTR[:, :, None]
   q_BTHR = jnp.concatenate([q_BTHR, q_BTHK[..., width:]], -1)
   # The heads stand side by side as queries at one place: T H queries.
   q_B1TR = q_BTHR.reshape(q_BTHR.shape[0], 1, -1, q_BTHR.shape[-1])
   latent_B1TR = attention.blockwise(
-      _absorb, q_BTHK.shape[-1] ** -0.5, None, q_B1TR,
+      _absorb, scale, None, q_B1TR,
       jnp.repeat(documents_BT, heads, 1), jnp.repeat(index_BT, heads, 1),
       state.documents_BS, (),
       (state.latent_BSR, state.key_BSU))
   latent_BTHR = latent_B1TR.reshape(*q_BTHK.shape[:3], -1)
+  if gate_BTR is not None:
+    latent_BTHR *= gate_BTR[:, :, None]
   return jnp.einsum("BTHR,RHV->BTHV", latent_BTHR, w_v_up_RHV)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ultralong_jax.layers import delta_attention, depth_residual, experts
 from ultralong_jax.layers import fused_attention, glu, latent_attention, norm
+from ultralong_jax.layers import position as position_lib
 from ultralong_jax.models import depth_plan, stack
 
 
@@ -44,6 +45,9 @@ class Hybrid(nn.Module):
       layers.
     latent_heads, latent_key_width, latent_shared_width, latent_value_width,
       latent_rank, query_rank, latent_gate: of latent layers.
+    position: of latent layers, "none" or "rope".
+    rope_base, rope_scaling, rope_factor, rope_context: see `position.Rotary`;
+      another value needs no other parameters.
     fusion: of fused layers, which are otherwise both of the above.
     dense_layers: first layers whose feed-forward is dense.
     dense_hidden: its hidden width.
@@ -81,7 +85,7 @@ class Hybrid(nn.Module):
   latent_value_width: int
   latent_rank: int
   query_rank: int
-  latent_gate: bool
+  latent_gate: str
   dense_layers: int
   dense_hidden: int
   experts: int
@@ -104,6 +108,11 @@ class Hybrid(nn.Module):
   expert_groups_per_token: int = 1
   tied_embedding: bool = False
   fusion: str = "token"
+  position: str = "none"
+  rope_base: float = 10_000.0
+  rope_scaling: str = "none"
+  rope_factor: float = 1.0
+  rope_context: int = 4_096
 
   def setup(self):
     normal = nn.initializers.normal(0.02)
@@ -175,11 +184,15 @@ class Hybrid(nn.Module):
         value_width=self.value_width, conv_width=self.conv_width,
         floor=self.floor, gate_rank=self.gate_rank, epsilon=self.norm_epsilon,
         implementation=self.implementation)
+    rotary = None
+    if self.position == "rope":
+      rotary = position_lib.Rotary(self.rope_base, self.rope_scaling,
+                                   self.rope_factor, self.rope_context)
     latent = dict(
         heads=self.latent_heads, key_width=self.latent_key_width,
         shared_width=self.latent_shared_width,
         value_width=self.latent_value_width, rank=self.latent_rank,
-        query_rank=self.query_rank, gate=self.latent_gate)
+        query_rank=self.query_rank, gate=self.latent_gate, rotary=rotary)
     return stack.Parts(
         delta=make(delta_attention.KimiDeltaAttention, **delta),
         latent=make(latent_attention.LatentAttention, **latent),

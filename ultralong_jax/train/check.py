@@ -7,6 +7,9 @@ CHOICES = {
     "balance": ("quantile", "none"),
     "model.glu": ("situ", "swiglu"),
     "model.depth": ("block_attention", "residual"),
+    "model.latent_gate": ("output", "latent", "none"),
+    "model.position": ("none", "rope"),
+    "model.rope_scaling": ("none", "linear", "yarn"),
     "model.fusion": ("layer", "head", "token"),
     "model.remat": ("none", "layer"),
     "model.dtype": ("float32", "bfloat16"),
@@ -20,7 +23,8 @@ COUNTS = (
     "model.heads", "model.key_width", "model.value_width",
     "model.conv_width", "model.latent_heads", "model.latent_key_width",
     "model.latent_value_width", "model.latent_rank", "model.dense_hidden",
-    "model.block_layers", "data.validation_bytes", "data.validation_context",
+    "model.block_layers", "model.rope_context",
+    "data.validation_bytes", "data.validation_context",
     "checkpoint.keep", "log.every_steps")
 COUNTS_OR_ZERO = (
     "model.latent_shared_width", "model.query_rank", "model.gate_rank",
@@ -29,8 +33,8 @@ COUNTS_OR_ZERO = (
     "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
     "checkpoint.every_steps", "log.every_seconds")
 POSITIVE = (
-    "optim.lr", "optim.adam_lr", "optim.clip_norm", "model.norm_epsilon",
-    "model.routed_scale")
+    "optim.lr", "optim.adam_lr", "optim.clip_norm",
+    "model.norm_epsilon", "model.routed_scale")
 FRACTIONS = ("optim.b1", "optim.b2", "optim.momentum")  # [0, 1)
 
 
@@ -72,6 +76,8 @@ def _leaves(config):
       (COUNTS_OR_ZERO, lambda x: x >= 0, "0 or more"),
       (POSITIVE, lambda x: x > 0, "above 0"),
       (FRACTIONS, lambda x: 0 <= x < 1, "from 0 to below 1"),
+      (("model.rope_base",), lambda x: x > 1, "above 1"),
+      (("model.rope_factor",), lambda x: x >= 1, "1 or more"),
       (("optim.final_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
       (("data.validation_fraction",), lambda x: 0 < x < 1,
        "between 0 and 1")):
@@ -96,6 +102,7 @@ def _model(c: ml_collections.ConfigDict, vocab: int):
   if len(c.pattern) > c.layers:
     yield (f'model.pattern="{c.pattern}" is longer than model.layers='
            f"{c.layers}; drop letters or raise model.layers")
+  yield from _position(c)
   if c.dense_layers > c.layers:
     yield (f"model.dense_layers={c.dense_layers} exceeds model.layers="
            f"{c.layers}; lower it")
@@ -133,6 +140,23 @@ def _model(c: ml_collections.ConfigDict, vocab: int):
              f"model.expert_groups={c.expert_groups}: has to be at most all, "
              "and to leave more experts than model.experts_per_token="
              f"{c.experts_per_token} to choose among")
+
+
+def _position(c):
+  if c.position == "none" and c.rope_scaling != "none":
+    yield (f'model.rope_scaling="{c.rope_scaling}" scales nothing at '
+           'model.position="none"; set model.position=rope')
+  if c.rope_scaling == "none" and c.rope_factor != 1:
+    yield (f"model.rope_factor={c.rope_factor} is not read at "
+           'model.rope_scaling="none"; set that to linear or yarn')
+  if c.position == "rope":
+    if c.latent_shared_width < 2 or c.latent_shared_width % 2:
+      yield (f"model.latent_shared_width={c.latent_shared_width}: "
+             'model.position="rope" turns pairs of these channels; set '
+             f"{max(2, c.latent_shared_width + c.latent_shared_width % 2)}")
+    if not set(c.pattern) & set("mf"):
+      yield (f'model.position="rope": no layer of model.pattern="{c.pattern}" '
+             "has a position; m and f have")
 
 
 def _rows(c, devices: int, processes: int):

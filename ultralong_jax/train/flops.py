@@ -32,8 +32,11 @@ def train_per_token(model, params, context: int) -> float:
   letters = (model.pattern * model.layers)[:model.layers]
   # A delta layer decays, reads, writes and reads again a K x V state a head.
   delta = 6 * model.heads * model.key_width * model.value_width
-  latent_width = (model.latent_key_width + model.latent_shared_width
-                  + model.latent_value_width)
+  latent_width = model.latent_shared_width + (
+      # A gate of the query on the latents leaves no key to share: each head
+      # reads the latent itself, as key and as value.
+      2 * model.latent_rank if model.latent_gate == "latent" else
+      model.latent_key_width + model.latent_value_width)
   latent = 2 * model.latent_heads * latent_width * context / 2
   of = {"d": delta, "m": latent, "f": delta + latent}
   forward = (2 * active(params, model.experts, model.experts_per_token)

@@ -34,7 +34,15 @@ def read_config(workdir) -> ConfigDict:
     raise Refusal(
         f"{path} does not exist: {workdir} is not the folder of a run; start "
         "one with --config and --workdir")
-  return ConfigDict(json.loads(path.read_text())).lock()
+  return ConfigDict(_as_now(json.loads(path.read_text()))).lock()
+
+
+def _as_now(config: dict) -> dict:
+  """Spells leaves as they are spelled now; earlier runs have to load."""
+  model = config.get("model", {})
+  if isinstance(model.get("latent_gate"), bool):
+    model["latent_gate"] = "output" if model["latent_gate"] else "none"
+  return config
 
 
 def write_whole(path: pathlib.Path, text: str):

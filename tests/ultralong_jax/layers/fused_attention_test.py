@@ -69,8 +69,9 @@ def by_layers(params, x_BTD):
       delta_attention.KimiDeltaAttention(**DELTA), params["delta"], x_BTD,
       scale_V=params["delta_scale_V"],
       w_gate_DHV=jnp.zeros((WIDTH, HEADS, VALUE)))
-  latent_BTHV = heads_of(latent_attention.LatentAttention(**LATENT, gate=False),
-                         params["latent"], x_BTD)
+  latent_BTHV = heads_of(
+      latent_attention.LatentAttention(**LATENT, gate="none"),
+      params["latent"], x_BTD)
   return delta_BTHV, norm.rms_norm(latent_BTHV, params["latent_scale_V"], 1e-5)
 
 

@@ -40,9 +40,11 @@ def settle(variables):
 def setup(request):
   changes = dict(
       unrolled=dict(layers=2, query_rank=6),
-      scanned=dict(layers=7, pattern="m", block_layers=2, remat="layer"),
+      scanned=dict(layers=7, pattern="m", block_layers=2, remat="layer",
+                   position="rope", rope_base=100., rope_scaling="yarn",
+                   rope_factor=4., rope_context=64),
       residual=dict(layers=5, pattern="dffff", depth="residual",
-                    expert_latent=0, latent_gate=False))[request.param]
+                    expert_latent=0, latent_gate="latent"))[request.param]
   model = hybrid.Hybrid(**sizes(**changes))
   tokens = jax.random.randint(jax.random.key(0), (2, T), 0, 40)
   variables = settle(jax.jit(model.init)(jax.random.key(1), tokens))

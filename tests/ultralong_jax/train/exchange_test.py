@@ -19,7 +19,7 @@ def exchanged(tmp_path_factory):
   c = common.get_config()
   c.model.update(dict(
       vocab=272, width=8, layers=1, pattern="d", heads=2, key_width=4,
-      value_width=4, gate_rank=4, latent_heads=2, latent_gate=False,
+      value_width=4, gate_rank=4, latent_heads=2, latent_gate="none",
       glu="swiglu", dense_hidden=8, expert_latent=0, depth="residual"))
   c.model.floor = None
   model = hybrid.Hybrid(**c.model)

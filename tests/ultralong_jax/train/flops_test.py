@@ -19,10 +19,15 @@ def test_hand_counted_model():
   model = types.SimpleNamespace(
       pattern="dm", layers=3, heads=2, key_width=4, value_width=5,
       latent_heads=3, latent_key_width=2, latent_shared_width=1,
-      latent_value_width=2, experts=8, experts_per_token=2)
+      latent_value_width=2, latent_rank=6, latent_gate="output", mtp=False,
+      experts=8, experts_per_token=2)
   matrices = 2 * 88
   delta = 2 * (6 * 2 * 4 * 5)  # layers d m d
   latent = 2 * 3 * 5 * 50
+  assert flops.train_per_token(model, params, context=100) == 3 * (
+      matrices + delta + latent)
+  model.latent_gate = "latent"
+  latent = 2 * 3 * (2 * 6 + 1) * 50
   assert flops.train_per_token(model, params, context=100) == 3 * (
       matrices + delta + latent)
 

@@ -17,6 +17,14 @@ def test_config_comes_back_from_json(tmp_path):
   assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
+@pytest.mark.parametrize("old, new", [(True, "output"), (False, "none")])
+def test_a_gate_that_was_a_boolean_has_a_name_now(tmp_path, old, new):
+  written = common.get_config().to_dict()
+  written["model"]["latent_gate"] = old
+  (tmp_path / "config.json").write_text(json.dumps(written))
+  assert workdir.read_config(tmp_path).model.latent_gate == new
+
+
 def test_folder_of_no_run_is_said(tmp_path):
   with pytest.raises(check.Refusal, match="not the folder of a run"):
     workdir.read_config(tmp_path)
