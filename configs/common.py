@@ -17,6 +17,7 @@ def get_config():
   c.batch = 4  # rows in an optimiser step, over all devices and processes
   c.accumulate = 1  # micro-batches that the rows of a step are split into
   c.steps = 1_000  # optimiser steps in the whole run
+  c.mtp_weight = 0.3  # of that token's loss beside the next one's; model.mtp
   c.balance = "quantile"  # expert thresholds after a step; "none" keeps them
   c.model = model()
   c.data = data()
@@ -92,6 +93,7 @@ def model():
   c.block_layers = 2  # layers in a depth block
 
   c.tied_embedding = False  # the unembedding is the embedding
+  c.mtp = False  # one more layer predicts the token after the next
 
   # How it runs; neither changes the function.
   c.remat = "none"  # "layer" recomputes each layer in the backward pass

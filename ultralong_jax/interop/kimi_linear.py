@@ -85,7 +85,8 @@ def to_model(hub: dict, where: str) -> dict:
       latent_shared_width=get("qk_rope_head_dim"),
       latent_value_width=get("v_head_dim"), latent_rank=get("kv_lora_rank"),
       query_rank=get("q_lora_rank", 0), latent_gate="none",
-      position="none", rope_scaling="none", rope_factor=1.0, glu="swiglu",
+      position="none", rope_scaling="none", rope_factor=1.0, mtp=False,
+      glu="swiglu",
       dense_layers=_dense_layers(hub, layers, errors),
       dense_hidden=get("intermediate_size"), experts=get("num_experts"),
       experts_per_token=get("num_experts_per_token"),
@@ -149,7 +150,7 @@ def to_hub(model, hub=None) -> dict:
   """
   m = model
   wanted = dict(floor=None, gate_rank=m.key_width, value_width=m.key_width,
-                latent_gate="none", position="none",
+                latent_gate="none", position="none", mtp=False,
                 glu="swiglu", expert_latent=0,
                 depth="residual")
   errors = [f"model.{name}={getattr(m, name)!r}: has to be {value!r}"

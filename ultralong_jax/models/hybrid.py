@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ultralong_jax.layers import delta_attention, depth_residual, experts
 from ultralong_jax.layers import fused_attention, glu, latent_attention, norm
 from ultralong_jax.layers import position as position_lib
-from ultralong_jax.models import depth_plan, stack
+from ultralong_jax.models import depth_plan, multi_token, stack
 
 
 @flax.struct.dataclass
@@ -63,6 +63,8 @@ class Hybrid(nn.Module):
     dtype: of activations and matmuls; parameters are float32.
     implementation: of `pallas_kernels.kda`; "" lets it choose.
     tied_embedding: the unembedding is the embedding, not a parameter.
+    mtp: there is one more layer that predicts the token after the next, of
+      the pattern's last letter and the last layer's feed-forward; see `draft`.
 
   Collections:
     params: trained.
@@ -113,6 +115,7 @@ class Hybrid(nn.Module):
   rope_scaling: str = "none"
   rope_factor: float = 1.0
   rope_context: int = 4_096
+  mtp: bool = False
 
   def setup(self):
     normal = nn.initializers.normal(0.02)
@@ -123,6 +126,8 @@ class Hybrid(nn.Module):
                    jnp.float32))
     self.stack = stack.Stack(self._parts(), self.plan())
     self.final_norm = norm.RMSNorm(self.norm_epsilon)
+    if self.mtp:
+      self.ahead = multi_token.Ahead(self._parts(), self.ahead_plan())
 
   def __call__(self, tokens_BT, segment_ids_BT=None, positions_BT=None,
                state=None):
@@ -142,6 +147,8 @@ class Hybrid(nn.Module):
     """
     hidden_BTD, state = self.features(tokens_BT, segment_ids_BT, positions_BT,
                                       state)
+    if self.mtp and self.is_initializing():  # makes its parameters
+      self.draft(hidden_BTD, tokens_BT, segment_ids_BT, positions_BT)
     logits_BTW = jnp.einsum(
         "BTD,DW->BTW", hidden_BTD, self.w_unembed_DW.astype(hidden_BTD.dtype),
         preferred_element_type=jnp.float32)
@@ -150,12 +157,44 @@ class Hybrid(nn.Module):
   def features(self, tokens_BT, segment_ids_BT=None, positions_BT=None,
                state=None):
     """As `__call__`, but returns what the unembedding reads: hidden_BTD."""
-    x_BTD = self.w_embed_WD.astype(self.dtype).at[tokens_BT].get(
-        mode="fill", fill_value=jnp.nan)  # ids past the vocabulary show
-    return self.decode(x_BTD, segment_ids_BT, positions_BT, state)
+    return self.decode(self.embed(tokens_BT), segment_ids_BT, positions_BT,
+                       state)
+
+  def embed(self, tokens_BT):
+    """Returns the tokens' embeddings, NaN for ids past the vocabulary."""
+    return self.w_embed_WD.astype(self.dtype).at[tokens_BT].get(
+        mode="fill", fill_value=jnp.nan)
 
   def decode(self, x_BTD, segment_ids_BT=None, positions_BT=None, state=None):
     """As `features`, from embeddings instead of tokens."""
+    return self._run(self.stack, x_BTD, segment_ids_BT, positions_BT, state)
+
+  def draft(self, hidden_BTD, next_BT, segment_ids_BT=None, positions_BT=None,
+            state=None):
+    """Predicts the token after the next, by the layer that `mtp` adds.
+
+    Training adds its loss. A draft model goes on from the model's own step,
+    which has just chosen x_{t+1}, and may go on from its own:
+
+      hidden_t of `features`, x_{t+1}  ->  hidden'_t, x_{t+2} by the unembedding
+      hidden'_t, x_{t+2}  ->  hidden''_t, x_{t+3}
+
+    Args:
+      hidden_BTD: what `features`, or this, returned for the same tokens.
+      next_BT: the token after each; of a document's last one, its target.
+      segment_ids_BT: as in `__call__`, of the tokens, not of those after them.
+      positions_BT: likewise.
+      state: of `empty_draft_state`, beside the model's own, or None.
+
+    Returns:
+      hidden_BTD: what the unembedding reads.
+      state: after the last real token; None for None.
+    """
+    return self._run(functools.partial(self.ahead, hidden_BTD),
+                     self.embed(next_BT), segment_ids_BT, positions_BT, state)
+
+  def _run(self, layers, x_BTD, segment_ids_BT, positions_BT, state):
+    """Runs `layers`, which see documents, and carries the state on."""
     if segment_ids_BT is None:
       segment_ids_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
       if state is not None:
@@ -163,13 +202,13 @@ class Hybrid(nn.Module):
     documents_BT, continues_B = number_documents(segment_ids_BT, state)
     if positions_BT is None:
       positions_BT = count_positions(documents_BT, continues_B, state)
-    x_BTD, layers = self.stack(
+    x_BTD, after = layers(
         x_BTD, (documents_BT, positions_BT, continues_B),
         None if state is None else state.layers)
     hidden_BTD = self.final_norm(x_BTD)
     if state is None:
       return hidden_BTD, None
-    state = advance(state, layers, segment_ids_BT, documents_BT, positions_BT)
+    state = advance(state, after, segment_ids_BT, documents_BT, positions_BT)
     full_B = state.length_B > state.capacity
     hidden_BTD = jnp.where(full_B[:, None, None], jnp.nan, hidden_BTD)
     return hidden_BTD, state
@@ -219,6 +258,11 @@ class Hybrid(nn.Module):
     return depth_plan.plan(self.pattern, self.layers, self.dense_layers,
                            self.block_layers if self.depth != "residual"
                            else self.layers)
+
+  def ahead_plan(self):
+    """The plan of the layer that `mtp` adds."""
+    kinds = (self.pattern * self.layers)[:self.layers]
+    return depth_plan.plan(kinds[-1], 1, self.dense_layers // self.layers, 1)
 
 
 def unembedding(params):
@@ -294,6 +338,15 @@ def empty_state(model, batch, capacity):
     A `State`. Leaves have the rows first; those of scanned layers have the
     layer before that.
   """
+  return _empty(model, model.plan(), batch, capacity)
+
+
+def empty_draft_state(model, batch, capacity):
+  """As `empty_state`, of the layer that `Hybrid.draft` runs."""
+  return _empty(model, model.ahead_plan(), batch, capacity)
+
+
+def _empty(model, plan, batch, capacity):
   m, dtype = model, jnp.dtype(model.dtype)
 
   def one(kind):
@@ -309,7 +362,7 @@ def empty_state(model, batch, capacity):
     return jax.tree.map(lambda x: jnp.repeat(x[None], repeats, axis=0), tree)
 
   layers = {}
-  for block_name, block, block_repeats in model.plan():
+  for block_name, block, block_repeats in plan:
     own = {}
     for name, group, repeats in block:
       if repeats == 1:

@@ -33,7 +33,7 @@ COUNTS_OR_ZERO = (
     "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
     "checkpoint.every_steps", "log.every_seconds")
 POSITIVE = (
-    "optim.lr", "optim.adam_lr", "optim.clip_norm",
+    "mtp_weight", "optim.lr", "optim.adam_lr", "optim.clip_norm",
     "model.norm_epsilon", "model.routed_scale")
 FRACTIONS = ("optim.b1", "optim.b2", "optim.momentum")  # [0, 1)
 

@@ -41,6 +41,8 @@ def train_per_token(model, params, context: int) -> float:
   of = {"d": delta, "m": latent, "f": delta + latent}
   forward = (2 * active(params, model.experts, model.experts_per_token)
              + sum(of[letter] for letter in letters))
+  if model.mtp:  # its parameters are counted, not the second unembedding
+    forward += of[letters[-1]] + 2 * model.width * model.vocab
   return 3 * forward  # the backward pass multiplies twice
 
 

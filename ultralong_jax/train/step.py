@@ -14,10 +14,11 @@ from ultralong_jax import optim
 from ultralong_jax import tree
 from ultralong_jax.layers import balance as balance_lib
 from ultralong_jax.models import hybrid
+from ultralong_jax.models import multi_token
 
 
 def make_train_step(model, optimizer, accumulate: int, balance: str,
-                    byte_lengths=None) -> Callable:
+                    byte_lengths=None, mtp_weight: float = 0.) -> Callable:
   """Returns the function that is jitted with its first argument donated.
 
   A step whose gradient is not finite leaves params, opt_state and router as
@@ -30,11 +31,14 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
     balance: "quantile" moves the thresholds of the experts; "none".
     byte_lengths: bytes of each token, for bits per byte; None counts a
       target as one byte.
+    mtp_weight: of the loss on the token after the next, which is descended
+      beside the next one's; 0 for a model without `mtp`.
 
   Returns:
     train_step: (TrainState, batch) -> (TrainState, metrics), all float32:
       loss: nats per weighted target.
-      bits_per_byte: of the same targets.
+      mtp_loss: nats per weighted target of the token after the next.
+      bits_per_byte: of the loss's targets.
       grad_norm: before clipping.
       lr: of the main group; of the last step if this one is skipped.
       tokens: real (not padding) tokens.
@@ -43,33 +47,49 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
       load_max_over_mean: largest of `load`.
       decay_mean, decay_min, decay_max: over the channels of all delta
         layers, of each one's mean log decay.
-      (loads and decays only from models that have such layers)
+      (mtp_loss, loads and decays only from models that have such layers)
   """
   if balance not in ("quantile", "none"):
     raise ValueError(f"{balance=} is neither 'quantile' nor 'none'")
 
-  def nats_of(params, router, batch, weight):
-    """Of a micro-batch; divided by the step's weight so that parts add up."""
-    (hidden_BTD, _), written = model.apply(
-        {"params": params, "router": router}, batch["tokens"],
-        batch["segment_ids"], batch["positions"], None, method="features",
+  def nats_of(params, router, batch, weights):
+    """Of a micro-batch; divided by the step's weights so that parts add up."""
+    documents = batch["segment_ids"], batch["positions"], None
+    next_BT, *asked = _ahead(batch)
+
+    def features(model):
+      hidden_BTD, _ = model.features(batch["tokens"], *documents)
+      if not mtp_weight:
+        return hidden_BTD, None
+      return hidden_BTD, model.draft(hidden_BTD, next_BT, *documents)[0]
+
+    (hidden_BTD, ahead_BTD), written = model.apply(
+        {"params": params, "router": router}, method=features,
         mutable=["statistics"])
-    nats, _ = objectives.next_token_loss(
-        hidden_BTD, hybrid.unembedding(params), batch["targets"],
-        batch["weights"])
+    w_DW = hybrid.unembedding(params)
+    nats, _ = objectives.next_token_loss(hidden_BTD, w_DW, batch["targets"],
+                                         batch["weights"])
+    losses = {"loss": nats / weights["loss"]}
+    total = losses["loss"]
+    if mtp_weight:
+      nats, _ = objectives.next_token_loss(ahead_BTD, w_DW, *asked)
+      losses["mtp_loss"] = nats / weights["mtp_loss"]
+      total += mtp_weight * losses["mtp_loss"]
     statistics = written["statistics"] if "statistics" in written else {}
-    return nats / weight, statistics
+    return total, (losses, statistics)
 
   def train_step(state, batch):
     # A batch of padding only has a gradient of zero, not of 0 / 0.
-    weight = jnp.maximum(jnp.sum(batch["weights"]), 1e-6)
+    weights = {name: jnp.maximum(jnp.sum(weights_BT), 1e-6)
+               for name, weights_BT in (("loss", batch["weights"]),
+                                        ("mtp_loss", _ahead(batch)[2]))}
 
     def one(part):
-      (loss, statistics), grads = jax.value_and_grad(nats_of, has_aux=True)(
-          state.params, state.router, part, weight)
-      return grads, loss, statistics
+      (_, aux), grads = jax.value_and_grad(nats_of, has_aux=True)(
+          state.params, state.router, part, weights)
+      return grads, *aux
 
-    grads, loss, statistics = _accumulate(one, batch, accumulate)
+    grads, losses, statistics = _accumulate(one, batch, accumulate)
     grad_norm = tree.norm(grads)
     applied = jnp.isfinite(grad_norm)
     updates, opt_state = optimizer.update(grads, state.opt_state,
@@ -81,10 +101,10 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
         applied, (optax.apply_updates(state.params, updates), opt_state,
                   router),
         (state.params, state.opt_state, state.router))
+    bits = losses["loss"] * weights["loss"] / math.log(2)
     metrics = {
-        "loss": loss,
-        "bits_per_byte": loss * weight / math.log(2) / _bytes(
-            batch, byte_lengths),
+        **losses,
+        "bits_per_byte": bits / _bytes(batch, byte_lengths),
         "grad_norm": grad_norm,
         "lr": optim.learning_rate(opt_state),
         "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32),
@@ -95,6 +115,11 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
     return state, metrics
 
   return train_step
+
+
+def _ahead(batch):
+  return multi_token.look_ahead(batch["tokens"], batch["targets"],
+                                batch["weights"], batch["segment_ids"])
 
 
 def _accumulate(function, batch, accumulate: int):
