@@ -34,7 +34,9 @@ def shapes(model):
 def test_a_config_from_before_the_switches_is_the_same_model():
   old = dict(common.model())
   for name in ("gate_rank", "routed_renormalize", "expert_groups",
-               "expert_groups_per_token", "tied_embedding"):
+               "expert_groups_per_token", "tied_embedding", "fusion",
+               "position", "rope_base", "rope_scaling", "rope_factor",
+               "rope_context", "mtp"):
     del old[name]
   assert hybrid.Hybrid(**old) == hybrid.Hybrid(**common.model())
 
@@ -63,6 +65,16 @@ def test_full_gate_of_low_rank_equals_the_low_rank_gate():
       attention.pop("w_gate_up_RHV"))
   got_BTW, _ = full.apply({"params": params}, TOKENS_BT)
   np.testing.assert_allclose(got_BTW, wanted_BTW, atol=1e-6)
+
+
+def test_positions_have_no_parameters():
+  """A stage of longer context goes on with the ones that are there."""
+  latent = dict(pattern="m", latent_shared_width=4, latent_rank=6)
+  short = build(**latent, position="rope")
+  wanted = shapes(build(**latent))
+  for model in (short, short.clone(rope_base=1e6),
+                short.clone(rope_scaling="yarn", rope_factor=32.)):
+    assert shapes(model) == wanted
 
 
 def test_new_parameters_have_an_optimizer():
