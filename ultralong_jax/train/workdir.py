@@ -1,4 +1,5 @@
 """A run's folder: config.json, and who may go on in it."""
+import dataclasses
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ import textwrap
 
 from ml_collections import ConfigDict
 
+from ultralong_jax.models import hybrid
 from ultralong_jax.train.check import Refusal
 
 # What may differ between two halves of one run: none of it changes what is
@@ -38,10 +40,18 @@ def read_config(workdir) -> ConfigDict:
 
 
 def _as_now(config: dict) -> dict:
-  """Spells leaves as they are spelled now; earlier runs have to load."""
-  model = config.get("model", {})
-  if isinstance(model.get("latent_gate"), bool):
+  """Returns an earlier run's config with the leaves that there are now.
+
+  What did not exist then is set to Hybrid's default, which is what the run had.
+  """
+  model = config["model"]
+  if isinstance(model["latent_gate"], bool):
     model["latent_gate"] = "output" if model["latent_gate"] else "none"
+  for field in dataclasses.fields(hybrid.Hybrid):
+    if (field.default is not dataclasses.MISSING
+        and field.name not in ("parent", "name")):  # linen's own
+      model.setdefault(field.name, field.default)
+  config.setdefault("mtp_weight", 0.3)  # not read by those runs
   return config
 
 

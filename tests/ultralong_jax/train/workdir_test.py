@@ -25,6 +25,18 @@ def test_a_gate_that_was_a_boolean_has_a_name_now(tmp_path, old, new):
   assert workdir.read_config(tmp_path).model.latent_gate == new
 
 
+def test_a_run_from_before_some_leaves_goes_on(tmp_path):
+  now = common.get_config()
+  written = now.to_dict()
+  del written["mtp_weight"]
+  for name in ("gate_rank", "tied_embedding", "fusion", "position",
+               "rope_factor", "mtp"):
+    del written["model"][name]
+  (tmp_path / "config.json").write_text(json.dumps(written))
+  check.check(workdir.read_config(tmp_path))
+  workdir.adopt(tmp_path, now, allow_change=False)
+
+
 def test_folder_of_no_run_is_said(tmp_path):
   with pytest.raises(check.Refusal, match="not the folder of a run"):
     workdir.read_config(tmp_path)
