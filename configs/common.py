@@ -91,6 +91,13 @@ def model():
   # Across layers.
   c.depth = "block_attention"  # "residual" is the baseline
   c.block_layers = 2  # layers in a depth block
+  # Attention outputs of layers 0, stride, ... added, normalised and times a
+  # matrix, to the attention inputs of the next `span` layers; 0: none.
+  c.injection_stride = 0
+  c.injection_span = 1  # at most the stride
+  # Of a depth block's first layer, for its later ones too: "latent" (cached
+  # once a block), "gates" (decay, write strength), "latent+gates" or "none".
+  c.share = "none"
 
   c.tied_embedding = False  # the unembedding is the embedding
   c.mtp = False  # one more layer predicts the token after the next

@@ -1,4 +1,6 @@
 """Kimi delta attention: the path that remembers, in a state of fixed size."""
+from typing import NamedTuple
+
 import flax
 from flax import linen as nn
 import jax
@@ -25,6 +27,21 @@ class DeltaState:
   tail_q_BIHK: jax.Array
   tail_k_BIHK: jax.Array
   tail_v_BIHV: jax.Array
+
+
+class Gates(NamedTuple):
+  """What sets decay and write strength; a layer's own or an earlier one's.
+
+  Attributes:
+    z_BTHK: decay logits.
+    beta_BTH: logits of the write strength, float32.
+    a_log_H: see `kda.log_decay`.
+    dt_bias_HK: likewise.
+  """
+  z_BTHK: jax.Array
+  beta_BTH: jax.Array
+  a_log_H: jax.Array
+  dt_bias_HK: jax.Array
 
 
 def empty_delta_state(batch, heads, key_width, value_width, conv_width, dtype):
@@ -66,7 +83,8 @@ class KimiDeltaAttention(nn.Module):
 
   Collections:
     statistics: written when mutable: `decay_sum_HK`, log decay summed over the
-      sampled tokens, and `sampled`, how many those were.
+      sampled tokens, and `sampled`, how many those were; where the gates are
+      the layer's own.
   """
   heads: int
   key_width: int
@@ -78,7 +96,8 @@ class KimiDeltaAttention(nn.Module):
   implementation: str = ""
 
   @nn.compact
-  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state,
+               shared=None):
     """Mixes tokens of the same document.
 
     Args:
@@ -87,20 +106,24 @@ class KimiDeltaAttention(nn.Module):
       positions_BT: not looked at.
       continues_B: whether a row's first document goes on from `state`.
       state: a `DeltaState`, or None when nothing precedes or follows.
+      shared: may have, as `gates`, the `Gates` of an earlier layer, which are
+        then used instead of own ones.
 
     Returns:
       y_BTD: outputs.
       state: after the row's last real token; None for None.
+      shared: the `Gates` that were used, as `gates`.
     """
     del positions_BT
-    o_BTHV, state = self.mix(x_BTD, documents_BT, continues_B, state)
+    o_BTHV, state, shared = self.mix(x_BTD, documents_BT, continues_B, state,
+                                     shared)
     scale_V = self.param("scale_V", nn.initializers.ones, (self.value_width,),
                          jnp.float32)
     o_BTHV = norm.rms_norm(o_BTHV, scale_V, self.epsilon)
     o_BTHV = linear.gate(self, o_BTHV, x_BTD, self.gate_rank)
-    return linear.merge(self, o_BTHV, x_BTD.shape[-1]), state
+    return linear.merge(self, o_BTHV, x_BTD.shape[-1]), state, shared
 
-  def mix(self, x_BTD, documents_BT, continues_B, state):
+  def mix(self, x_BTD, documents_BT, continues_B, state, shared):
     """As `__call__`, up to the heads' outputs: o_BTHV, not normed yet."""
     width = x_BTD.shape[-1]
     heads, key, value = self.heads, self.key_width, self.value_width
@@ -123,8 +146,29 @@ class KimiDeltaAttention(nn.Module):
     k_BTHK, tail_k_BIHK = conv("conv_k_IHK", k_BTHK, tails[1])
     v_BTHV, tail_v_BIHV = conv("conv_v_IHV", v_BTHV, tails[2])
 
-    narrow_BTR = project(x_BTD, "w_decay_down_DR", width, key)
-    z_BTHK = project(narrow_BTR, "w_decay_up_RHK", key, heads, key)
+    if shared and "gates" in shared:
+      gates = shared["gates"]
+    else:
+      gates = self._gates(x_BTD)
+      self._count(gates, documents_BT)
+    s_BHKV = None if state is None else jnp.where(
+        continues_B[:, None, None, None], state.s_BHKV, 0)
+    o_BTHV, s_BHKV = kda.kda(
+        q_BTHK, k_BTHK, v_BTHV, gates.z_BTHK, gates.beta_BTH,
+        a_log=gates.a_log_H, dt_bias=gates.dt_bias_HK, floor=self.floor,
+        normalize_qk=True, sigmoid_beta=True, initial_state=s_BHKV,
+        segment_ids=documents_BT, implementation=self.implementation or None)
+    if state is not None:
+      state = DeltaState(s_BHKV, tail_q_BIHK, tail_k_BIHK, tail_v_BIHV)
+    return o_BTHV, state, {"gates": gates}
+
+  def _gates(self, x_BTD):
+    """The layer's own `Gates`."""
+    width, heads, key = x_BTD.shape[-1], self.heads, self.key_width
+    narrow_BTR = linear.linear(
+        x_BTD, linear.weight(self, "w_decay_down_DR", width, key))
+    z_BTHK = linear.linear(
+        narrow_BTR, linear.weight(self, "w_decay_up_RHK", key, heads, key))
     a_log_H = self.param("a_log_H", nn.initializers.zeros, (heads,),
                          jnp.float32)
     dt_bias_HK = self.param("dt_bias_HK", init_dt_bias, (heads, key),
@@ -134,27 +178,16 @@ class KimiDeltaAttention(nn.Module):
     w_beta_DH = linear.weight(self, "w_beta_DH", width, heads)
     beta_BTH = jnp.einsum("BTD,DH->BTH", x_BTD, w_beta_DH.astype(x_BTD.dtype),
                           preferred_element_type=jnp.float32)
-    self._count(z_BTHK, a_log_H, dt_bias_HK, documents_BT)
+    return Gates(z_BTHK, beta_BTH, a_log_H, dt_bias_HK)
 
-    s_BHKV = None if state is None else jnp.where(
-        continues_B[:, None, None, None], state.s_BHKV, 0)
-    o_BTHV, s_BHKV = kda.kda(
-        q_BTHK, k_BTHK, v_BTHV, z_BTHK, beta_BTH, a_log=a_log_H,
-        dt_bias=dt_bias_HK, floor=self.floor, normalize_qk=True,
-        sigmoid_beta=True, initial_state=s_BHKV, segment_ids=documents_BT,
-        implementation=self.implementation or None)
-    if state is None:
-      return o_BTHV, None
-    return o_BTHV, DeltaState(s_BHKV, tail_q_BIHK, tail_k_BIHK, tail_v_BIHV)
-
-  def _count(self, z_BTHK, a_log_H, dt_bias_HK, documents_BT):
+  def _count(self, gates, documents_BT):
     """Samples the decay: enough to watch it, too little to cost."""
     if not self.is_mutable_collection("statistics") or self.is_initializing():
       return
     real_BT = documents_BT[:, ::SAMPLE_TOKENS] > 0
     g_BTHK = kda.log_decay(
-        z_BTHK[:, ::SAMPLE_TOKENS].astype(jnp.float32), a_log_H, dt_bias_HK,
-        self.floor)
+        gates.z_BTHK[:, ::SAMPLE_TOKENS].astype(jnp.float32), gates.a_log_H,
+        gates.dt_bias_HK, self.floor)
     decay_sum_HK = jnp.sum(jnp.where(real_BT[..., None, None], g_BTHK, 0),
                            axis=(0, 1))
     for name, x in (("decay_sum_HK", jax.lax.stop_gradient(decay_sum_HK)),

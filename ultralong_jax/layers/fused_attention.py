@@ -16,17 +16,23 @@ from ultralong_jax.layers import norm
 
 @flax.struct.dataclass
 class FusedState:
-  """What the tokens so far left behind on each path."""
+  """What the tokens so far left behind on each path.
+
+  Attributes:
+    delta: of the delta path.
+    latent: of the latent path; None where it uses another layer's.
+  """
   delta: delta_attention.DeltaState
-  latent: latent_attention.LatentState
+  latent: latent_attention.LatentState | None
 
 
 class DeltaPath(delta_attention.KimiDeltaAttention):
   """A delta layer up to its heads' outputs."""
 
   @nn.compact
-  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
-    return self.mix(x_BTD, documents_BT, continues_B, state)
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state,
+               shared):
+    return self.mix(x_BTD, documents_BT, continues_B, state, shared)
 
 
 class LatentPath(latent_attention.LatentAttention):
@@ -36,8 +42,9 @@ class LatentPath(latent_attention.LatentAttention):
   """
 
   @nn.compact
-  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
-    return self.mix(x_BTD, documents_BT, positions_BT, state)
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state,
+               shared):
+    return self.mix(x_BTD, documents_BT, positions_BT, state, shared)
 
 
 class FusedAttention(nn.Module):
@@ -61,7 +68,8 @@ class FusedAttention(nn.Module):
   epsilon: float = 1e-5
 
   @nn.compact
-  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state,
+               shared=None):
     """Mixes tokens of the same document.
 
     Args:
@@ -70,16 +78,18 @@ class FusedAttention(nn.Module):
       positions_BT: inside the document.
       continues_B: whether a row's first document goes on from `state`.
       state: a `FusedState`, or None when nothing precedes or follows.
+      shared: what each path uses of an earlier layer; see there.
 
     Returns:
       y_BTD: outputs.
       state: after the row's last real token; None for None.
+      shared: what both paths used.
     """
     tokens = documents_BT, positions_BT, continues_B
-    delta_BTHV, delta = self.delta(name="delta")(
-        x_BTD, *tokens, None if state is None else state.delta)
-    latent_BTHV, latent = self.latent(name="latent")(
-        x_BTD, *tokens, None if state is None else state.latent)
+    delta_BTHV, delta, gates = self.delta(name="delta")(
+        x_BTD, *tokens, None if state is None else state.delta, shared)
+    latent_BTHV, latent, latents = self.latent(name="latent")(
+        x_BTD, *tokens, None if state is None else state.latent, shared)
     if delta_BTHV.shape != latent_BTHV.shape:
       raise ValueError(
           f"heads and value widths differ: {delta_BTHV.shape[2:]} on the delta "
@@ -90,7 +100,8 @@ class FusedAttention(nn.Module):
     o_BTHV = linear.gate(self, o_BTHV.astype(x_BTD.dtype), x_BTD,
                          self.gate_rank)
     y_BTD = linear.merge(self, o_BTHV, x_BTD.shape[-1])
-    return y_BTD, None if state is None else FusedState(delta, latent)
+    state = None if state is None else FusedState(delta, latent)
+    return y_BTD, state, {**gates, **latents}
 
   def _normed(self, name, o_BTHV):
     scale_V = self.param(name, nn.initializers.ones, o_BTHV.shape[-1:],

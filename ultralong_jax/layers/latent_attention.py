@@ -3,6 +3,8 @@
 A token leaves behind `rank` latent channels and `shared_width` key channels,
 whatever the number of heads; keys and values are made from them when needed.
 """
+from typing import NamedTuple
+
 import flax
 from flax import linen as nn
 import jax
@@ -25,6 +27,18 @@ class LatentState:
   key_BSU: jax.Array
   documents_BS: jax.Array
   length_B: jax.Array
+
+
+class Latents(NamedTuple):
+  """What keys and values are made from; a layer's own or an earlier one's.
+
+  Attributes:
+    state: with the tokens of this call; where none is carried on, of these
+      alone, without a length.
+    index_BT: each token's entry in `state`.
+  """
+  state: LatentState
+  index_BT: jax.Array
 
 
 def empty_latent_state(batch, capacity, rank, shared, dtype):
@@ -74,7 +88,8 @@ class LatentAttention(nn.Module):
   implementation: str = ""
 
   @nn.compact
-  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state,
+               shared=None):
     """Mixes tokens of the same document.
 
     Args:
@@ -84,19 +99,23 @@ class LatentAttention(nn.Module):
       positions_BT: inside the document; looked at with `rotary` only.
       continues_B: not looked at: another document has another ordinal.
       state: a `LatentState`, or None when nothing precedes or follows.
+      shared: may have, as `latent`, the `Latents` of an earlier layer, which
+        are then used instead of own ones; `state` is None.
 
     Returns:
       y_BTD: outputs.
       state: with the new tokens written at `length_B`, those past the capacity
         dropped; None for None.
+      shared: the `Latents` that were used, as `latent`.
     """
     del continues_B
-    o_BTHV, state = self.mix(x_BTD, documents_BT, positions_BT, state)
+    o_BTHV, state, shared = self.mix(x_BTD, documents_BT, positions_BT, state,
+                                     shared)
     if self.gate == "output":
       o_BTHV = linear.gate(self, o_BTHV, x_BTD)
-    return linear.merge(self, o_BTHV, x_BTD.shape[-1]), state
+    return linear.merge(self, o_BTHV, x_BTD.shape[-1]), state, shared
 
-  def mix(self, x_BTD, documents_BT, positions_BT, state):
+  def mix(self, x_BTD, documents_BT, positions_BT, state, shared):
     """As `__call__`, up to the heads' outputs: o_BTHV."""
     width = x_BTD.shape[-1]
     heads, query_width = self.heads, self.key_width + self.shared_width
@@ -117,13 +136,19 @@ class LatentAttention(nn.Module):
     else:
       q_BTHK = project(x_BTD, "w_q_DHK", width, heads, query_width)
 
-    latent_BTR = norm.rms_norm(
-        project(x_BTD, "w_down_DR", width, self.rank),
-        scale_of("latent_scale_R", self.rank), self.epsilon)
-    key_BTU = project(x_BTD, "w_shared_DU", width, self.shared_width)
+    if shared and "latent" in shared:
+      latents = shared["latent"]
+    else:
+      latent_BTR = norm.rms_norm(
+          project(x_BTD, "w_down_DR", width, self.rank),
+          scale_of("latent_scale_R", self.rank), self.epsilon)
+      key_BTU = project(x_BTD, "w_shared_DU", width, self.shared_width)
+      if self.rotary is not None:
+        key_BTU = position.rotate(key_BTU, positions_BT, self.rotary)
+      latents = append(state, latent_BTR, key_BTU, documents_BT)
+      state = None if state is None else latents.state
     if self.rotary is not None:
       scale *= self.rotary.logit_scale()
-      key_BTU = position.rotate(key_BTU, positions_BT, self.rotary)
       q_BTHK = jnp.concatenate([
           q_BTHK[..., :self.key_width],
           position.rotate(q_BTHK[..., self.key_width:], positions_BT,
@@ -140,23 +165,34 @@ class LatentAttention(nn.Module):
       raise ValueError(f"gate={self.gate!r} is none of 'output', 'latent', "
                        "'none'")
 
-    if state is None and gate_BTR is None:
-      return attention.causal_attention(
-          q_BTHK, linear.linear(latent_BTR, w_k_up_RHK),
-          linear.linear(latent_BTR, w_v_up_RHV), documents_BT,
-          k_shared_BSU=key_BTU, scale=scale,
-          implementation=self.implementation), None
-    index_BT = jnp.broadcast_to(jnp.arange(
-        x_BTD.shape[1], dtype=jnp.int32)[None], documents_BT.shape)
-    seen = LatentState(latent_BTR, key_BTU, documents_BT, None)
-    if state is not None:
-      index_BT += state.length_B[:, None]
-      seen = state = write(state, latent_BTR, key_BTU, documents_BT, index_BT)
+    seen, index_BT = latents
     query = (q_BTHK, documents_BT, index_BT, seen,
              w_k_up_RHK.astype(x_BTD.dtype), w_v_up_RHV.astype(x_BTD.dtype))
-    if gate_BTR is None and x_BTD.shape[1] > 1:
-      return expanded(*query, scale), state
-    return absorbed(*query, scale, gate_BTR), state
+    if gate_BTR is not None or (seen.length_B is not None
+                                and x_BTD.shape[1] == 1):
+      o_BTHV = absorbed(*query, scale, gate_BTR)
+    elif seen.length_B is not None:
+      o_BTHV = expanded(*query, scale)
+    else:
+      o_BTHV = attention.causal_attention(
+          q_BTHK, linear.linear(seen.latent_BSR, w_k_up_RHK),
+          linear.linear(seen.latent_BSR, w_v_up_RHV), documents_BT,
+          k_shared_BSU=seen.key_BSU, scale=scale,
+          implementation=self.implementation)
+    return o_BTHV, state, {"latent": latents}
+
+
+def append(state, latent_BTR, key_BTU, documents_BT):
+  """The `Latents` of a call's tokens, after those of `state` if there is one.
+  """
+  index_BT = jnp.broadcast_to(jnp.arange(
+      documents_BT.shape[1], dtype=jnp.int32)[None], documents_BT.shape)
+  if state is None:
+    alone = LatentState(latent_BTR, key_BTU, documents_BT, None)
+    return Latents(alone, index_BT)
+  index_BT += state.length_B[:, None]
+  state = write(state, latent_BTR, key_BTU, documents_BT, index_BT)
+  return Latents(state, index_BT)
 
 
 def write(state, latent_BTR, key_BTU, documents_BT, index_BT):

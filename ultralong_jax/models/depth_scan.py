@@ -14,74 +14,81 @@ import jax.numpy as jnp
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def scan(block, repeats, sources, tokens, xs):
+def scan(block, repeats, sources, carry, tokens, xs):
   """Appends the sums of `repeats` equal blocks to `sources`.
 
   Args:
-    block: (x, sources, valid, tokens) -> (sum_BTD, y). `sources` are all that
-      there will be; those whose `valid` is False are finite and must count for
-      nothing, in the gradient too. Closes over no traced array.
+    block: (x, sources, valid, carry, tokens) -> (sum_BTD, carry, y). `sources`
+      are all that there will be; those whose `valid` is False are finite and
+      must count for nothing, in the gradient too. Closes over no traced array.
     repeats: how many blocks.
     sources: tuple of arrays [B, T, D].
+    carry: what a block hands to the next besides, or None; kept once a block
+      for the backward pass.
     tokens: what all blocks read besides; integers, which have no gradient.
     xs: what each block has for itself, such as parameters, stacked.
 
   Returns:
     sources: tuple of all, the new ones last.
+    carry: of the last block.
     ys: stacked.
   """
   sources, slots = _slots(sources, repeats)
 
-  def step(sources, own):
-    slot, x = own
-    sum_BTD, y = block(x, sources, _before(slot, sources), tokens)
-    return _write(sources, slot, sum_BTD), y
+  def step(state, own):
+    (sources, carry), (slot, x) = state, own
+    sum_BTD, carry, y = block(x, sources, _before(slot, sources), carry,
+                              tokens)
+    return (_write(sources, slot, sum_BTD), carry), y
 
-  return jax.lax.scan(step, sources, (slots, xs))
+  (sources, carry), ys = jax.lax.scan(step, (sources, carry), (slots, xs))
+  return sources, carry, ys
 
 
-def _fwd(block, repeats, sources, tokens, xs):
+def _fwd(block, repeats, sources, carry, tokens, xs):
   if jax.tree.leaves(_real(tokens)):
     raise TypeError("tokens have no gradient here: pass integers")
   sources, slots = _slots(sources, repeats)
 
   def run(sources, others):
-    x, valid, tokens = others
-    sum_BTD, y = block(x, sources, valid, tokens)
-    return (sum_BTD, _real(y)), y
+    x, carry, valid, tokens = others
+    sum_BTD, carry, y = block(x, sources, valid, carry, tokens)
+    return (sum_BTD, carry, _real(y)), y
 
-  def step(sources, own):
-    slot, x = own
-    others = x, _before(slot, sources), tokens
+  def step(state, own):
+    (sources, before), (slot, x) = state, own
+    others = x, before, _before(slot, sources), tokens
     # Arguments are not saved: the backward pass has them, stacked or final.
-    (sum_BTD, _), pull, y = jax.vjp(run, sources, others, has_aux=True,
-                                    saveable_args=False)
-    return _write(sources, slot, sum_BTD), (y, pull)
+    (sum_BTD, carry, _), pull, y = jax.vjp(run, sources, others, has_aux=True,
+                                           saveable_args=False)
+    return (_write(sources, slot, sum_BTD), carry), (y, before, pull)
 
-  sources, (ys, pulls) = jax.lax.scan(step, sources, (slots, xs))
-  return (sources, ys), (sources, tokens, xs, pulls)
+  (sources, carry), (ys, carries, pulls) = jax.lax.scan(
+      step, (sources, carry), (slots, xs))
+  return (sources, carry, ys), (sources, carries, tokens, xs, pulls)
 
 
 def _bwd(block, repeats, residuals, cotangents):
   del block
-  sources, tokens, xs, pulls = residuals
-  dsources, dys = cotangents
+  sources, carries, tokens, xs, pulls = residuals
+  dsources, dcarry, dys = cotangents
   _, slots = _slots(sources[:-repeats], repeats)
   dsources = tuple(jax.new_ref(d_BTD) for d_BTD in dsources)
 
-  def step(_, own):
-    slot, x, pull, dy = own
-    others = x, _before(slot, sources), tokens
+  def step(dcarry, own):
+    slot, x, before, pull, dy = own
+    others = x, before, _before(slot, sources), tokens
     pull.args_res = [sources, others]
     # Later blocks have added all that they will to this block's cotangent.
     dsum_BTD = jax.lax.select_n(slot, *[d_BTD[...] for d_BTD in dsources])
     returned = jax.tree.map(lambda _: jax.ad.GradValue(), others)
-    _, (dx, *_) = pull.with_refs(dsources, returned)((dsum_BTD, dy))
-    return None, _real(dx)
+    _, (dx, dcarry, *_) = pull.with_refs(dsources, returned)(
+        (dsum_BTD, dcarry, dy))
+    return dcarry, _real(dx)
 
-  _, dxs = jax.lax.scan(step, None, (slots, xs, pulls, _real(dys)),
-                        reverse=True)
-  return tuple(d_BTD[...] for d_BTD in dsources[:-repeats]), None, dxs
+  dcarry, dxs = jax.lax.scan(
+      step, dcarry, (slots, xs, carries, pulls, _real(dys)), reverse=True)
+  return tuple(d_BTD[...] for d_BTD in dsources[:-repeats]), dcarry, None, dxs
 
 
 scan.defvjp(_fwd, _bwd)

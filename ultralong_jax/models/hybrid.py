@@ -6,8 +6,9 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from ultralong_jax.layers import delta_attention, depth_residual, experts
-from ultralong_jax.layers import fused_attention, glu, latent_attention, norm
+from ultralong_jax.layers import cross_layer, delta_attention, depth_residual
+from ultralong_jax.layers import experts, fused_attention, glu
+from ultralong_jax.layers import latent_attention, norm
 from ultralong_jax.layers import position as position_lib
 from ultralong_jax.models import depth_plan, multi_token, stack
 
@@ -17,7 +18,8 @@ class State:
   """All that a row's tokens so far left behind; see `empty_state`.
 
   Attributes:
-    layers: each layer's own state, named like its parameters.
+    layers: each layer's own state, named like its parameters; None for a
+      layer that uses another's latents.
     segment_id_B: of the last token; 0 before the first.
     document_B: how many documents began.
     position_B: of the last token inside its document.
@@ -56,7 +58,13 @@ class Hybrid(nn.Module):
       expert_groups_per_token: of the other layers' experts.
     glu: activation of all gated units.
     depth: "block_attention", or "residual" for plain sums.
-    block_layers: layers whose outputs are summed to one source of the mix.
+    block_layers: layers whose outputs are summed to one source of the mix, and
+      that may share.
+    injection_stride, injection_span: the attention outputs of layers 0,
+      stride, 2 stride, ... are added, transformed, to the attention inputs of
+      the next span layers each; a stride of 0: none are.
+    share: "latent", "gates" or "latent+gates" of a block's first layer that
+      has them serve its later ones; "none".
     norm_epsilon: of all norms but the latents'.
     remat: "layer" recomputes each layer in the backward pass, "none" keeps
       its activations.
@@ -116,6 +124,9 @@ class Hybrid(nn.Module):
   rope_factor: float = 1.0
   rope_context: int = 4_096
   mtp: bool = False
+  injection_stride: int = 0
+  injection_span: int = 1
+  share: str = "none"
 
   def setup(self):
     normal = nn.initializers.normal(0.02)
@@ -251,13 +262,17 @@ class Hybrid(nn.Module):
             groups_per_token=self.expert_groups_per_token, glu=self.glu,
             epsilon=self.norm_epsilon),
         norm=make(norm.RMSNorm, epsilon=self.norm_epsilon), mix=mix,
+        injection=make(cross_layer.Injection, epsilon=self.norm_epsilon),
         remat=self.remat == "layer")
 
   def plan(self):
     """Which layers there are, and what is scanned; see `depth_plan`."""
-    return depth_plan.plan(self.pattern, self.layers, self.dense_layers,
-                           self.block_layers if self.depth != "residual"
-                           else self.layers)
+    share = () if self.share == "none" else tuple(self.share.split("+"))
+    whole = self.depth == "residual" and not share
+    return depth_plan.plan(
+        self.pattern, self.layers, self.dense_layers,
+        self.layers if whole else self.block_layers,
+        (self.injection_stride, self.injection_span), share)
 
   def ahead_plan(self):
     """The plan of the layer that `mtp` adds."""
@@ -349,14 +364,17 @@ def empty_draft_state(model, batch, capacity):
 def _empty(model, plan, batch, capacity):
   m, dtype = model, jnp.dtype(model.dtype)
 
-  def one(kind):
-    if kind == "d":
+  def one(layer):
+    if layer.kind == "d":
       return delta_attention.empty_delta_state(
           batch, m.heads, m.key_width, m.value_width, m.conv_width, dtype)
-    if kind == "m":
-      return latent_attention.empty_latent_state(
-          batch, capacity, m.latent_rank, m.latent_shared_width, dtype)
-    return fused_attention.FusedState(one("d"), one("m"))
+    if layer.kind == "f":
+      return fused_attention.FusedState(one(layer._replace(kind="d")),
+                                        one(layer._replace(kind="m")))
+    if "latent" in layer.follows:
+      return None
+    return latent_attention.empty_latent_state(
+        batch, capacity, m.latent_rank, m.latent_shared_width, dtype)
 
   def stacked(repeats, tree):
     return jax.tree.map(lambda x: jnp.repeat(x[None], repeats, axis=0), tree)
@@ -366,9 +384,9 @@ def _empty(model, plan, batch, capacity):
     own = {}
     for name, group, repeats in block:
       if repeats == 1:
-        own[name] = one(group[0][1])
+        own[name] = one(group[0])
       else:
-        own[name] = stacked(repeats, {n: one(kind) for n, kind, _ in group})
+        own[name] = stacked(repeats, {x.name: one(x) for x in group})
     layers[block_name] = own if block_repeats == 1 else stacked(block_repeats,
                                                                 own)
   zeros_B = jnp.zeros(batch, jnp.int32)

@@ -29,10 +29,11 @@ class Heads(nn.Module):
   heads: int = HEADS
 
   @nn.compact
-  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state,
+               shared):
     w_DHV = self.param("w_DHV", nn.initializers.normal(),
                        (WIDTH, self.heads, VALUE))
-    return jnp.sin(jnp.einsum("BTD,DHV->BTHV", x_BTD, w_DHV)), state
+    return jnp.sin(jnp.einsum("BTD,DHV->BTHV", x_BTD, w_DHV)), state, {}
 
 
 def stubs(fusion, **changes):
@@ -57,8 +58,9 @@ def settled(layer):
 def heads_of(layer, params, x_BTD, **more):
   """What a single layer's heads give: its output, which mixes none of them."""
   eye_HVD = jnp.eye(WIDTH).reshape(HEADS, VALUE, WIDTH)
-  y_BTD, _ = layer.apply({"params": {**params, "w_out_HVD": eye_HVD, **more}},
-                         x_BTD, *inputs()[1:], None)
+  y_BTD, *_ = layer.apply(
+      {"params": {**params, "w_out_HVD": eye_HVD, **more}}, x_BTD,
+      *inputs()[1:], None)
   return y_BTD.reshape(2, TOKENS, HEADS, VALUE)
 
 
@@ -77,7 +79,7 @@ def by_layers(params, x_BTD):
 
 def by_stubs(params, x_BTD):
   return [norm.rms_norm(
-      Heads().apply({"params": params[name]}, x_BTD, *[None] * 4)[0],
+      Heads().apply({"params": params[name]}, x_BTD, *[None] * 5)[0],
       params[f"{name}_scale_V"], 1e-5) for name in ("delta", "latent")]
 
 
@@ -140,8 +142,8 @@ def test_starts_as_the_mean_of_both_paths():
 def test_bfloat16_stays_bfloat16():
   layer = stubs("token", gate_rank=3)
   x_BTD, *rest = inputs()
-  y_BTD, _ = jax.eval_shape(layer.apply, {"params": settled(layer)},
-                            x_BTD.astype(jnp.bfloat16), *rest, None)
+  y_BTD, *_ = jax.eval_shape(layer.apply, {"params": settled(layer)},
+                             x_BTD.astype(jnp.bfloat16), *rest, None)
   assert y_BTD.dtype == jnp.bfloat16
 
 

@@ -36,7 +36,9 @@ def make(**form):
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(layer, variables, x_BTD, documents_BT, state=None, positions=None):
-  return layer.apply(variables, x_BTD, documents_BT, positions, None, state)
+  y_BTD, state, _ = layer.apply(variables, x_BTD, documents_BT, positions,
+                                None, state)
+  return y_BTD, state
 
 
 def empty(batch=3, capacity=CAPACITY):
@@ -234,7 +236,7 @@ def test_gated_latents_take_memory_linear_in_context():
   documents_BT = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
 
   def loss(variables, x_BTD, documents_BT):
-    y_BTD, _ = layer.apply(variables, x_BTD, documents_BT, None, None, None)
+    y_BTD, *_ = layer.apply(variables, x_BTD, documents_BT, None, None, None)
     return jnp.sum(y_BTD**2)
 
   variables = jax.eval_shape(

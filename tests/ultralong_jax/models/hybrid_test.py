@@ -216,9 +216,5 @@ def test_plan_names_every_layer_once():
 @pytest.mark.parametrize("layers, block", [(1, 1), (4, 2), (7, 3), (24, 8)])
 def test_plan_covers_the_pattern(layers, block):
   plan = depth_plan.plan("ddm", layers, 1, block)
-  kinds = []
-  for _, groups, block_repeats in plan:
-    one = [kind for _, group, repeats in groups
-           for _ in range(repeats) for _, kind, _ in group]
-    kinds += one * block_repeats
-  assert "".join(kinds) == ("ddm" * layers)[:layers]
+  kinds = "".join(layer.kind for layer in depth_plan.all_layers(plan))
+  assert kinds == ("ddm" * layers)[:layers]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ultralong_jax.layers import depth_residual, norm
+from ultralong_jax.layers import cross_layer, depth_residual, norm
 from ultralong_jax.models import depth_plan, stack
 
 B, T, D = 2, 6, 8
@@ -23,13 +23,14 @@ class Attention(nn.Module):
   scale: float
 
   @nn.compact
-  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state):
+  def __call__(self, x_BTD, documents_BT, positions_BT, continues_B, state,
+               shared):
     w_DD = self.param("w_DD", nn.initializers.normal(1), (x_BTD.shape[-1],) * 2)
     s_BTD = jnp.cumsum(self.scale * x_BTD @ w_DD, axis=1)
     if state is not None:
       s_BTD += state[:, None]
       state = s_BTD[:, -1]
-    return jnp.tanh(s_BTD), state
+    return jnp.tanh(s_BTD), state, {}
 
 
 class Experts(nn.Module):
@@ -53,7 +54,7 @@ def make(plan, remat=True, mixes=True, width=D):
       delta=functools.partial(Attention, 0.2),
       latent=functools.partial(Attention, 0.3), dense=dense, experts=Experts,
       norm=norm.RMSNorm, mix=depth_residual.DepthMix if mixes else None,
-      remat=remat), plan)
+      injection=cross_layer.Injection, remat=remat), plan)
 
 
 def one_by_one(plan):
@@ -106,7 +107,7 @@ def halves(plan):
     state[name] = {}
     for inner, group, count in block:
       lead = (repeats,) * (repeats > 1) + (count,) * (count > 1)
-      one = {layer: jnp.full((*lead, B, D), 0.5) for layer, *_ in group}
+      one = {layer.name: jnp.full((*lead, B, D), 0.5) for layer in group}
       state[name][inner] = one if count > 1 else one["layer_0"]
   return state
 

@@ -90,6 +90,5 @@ def test_an_irregular_end_still_scans(pattern, traced):
   (_, block, _), = plan
   assert sum(len(group) for _, group, _ in block) <= traced
   assert len(set(depth_plan.layer_paths(plan))) == 27
-  kinds = "".join(kind for _, group, repeats in block
-                  for _ in range(repeats) for _, kind, _ in group)
+  kinds = "".join(layer.kind for layer in depth_plan.all_layers(plan))
   assert kinds == (pattern * 27)[:27]
