@@ -1,5 +1,6 @@
 """The decoder: a pattern of attention layers, mixed over depth."""
 import functools
+import math
 
 import flax
 from flax import linen as nn
@@ -391,3 +392,12 @@ def _empty(model, plan, batch, capacity):
                                                                 own)
   zeros_B = jnp.zeros(batch, jnp.int32)
   return State(layers, zeros_B, zeros_B, zeros_B, zeros_B, capacity=capacity)
+
+
+def bytes_per_token(model):
+  """What one more token of capacity adds to a row's state, in bytes."""
+  one, two = (sum(math.prod(x.shape) * x.dtype.itemsize for x in
+                  jax.tree.leaves(jax.eval_shape(functools.partial(
+                      empty_state, model, 1, capacity))))
+              for capacity in (1, 2))
+  return two - one
