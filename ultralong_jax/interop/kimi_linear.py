@@ -152,7 +152,7 @@ def to_hub(model, hub=None) -> dict:
   wanted = dict(floor=None, gate_rank=m.key_width, value_width=m.key_width,
                 latent_gate="none", position="none", mtp=False,
                 glu="swiglu", expert_latent=0,
-                depth="residual")
+                depth="residual", injection_stride=0, share="none")
   errors = [f"model.{name}={getattr(m, name)!r}: has to be {value!r}"
             for name, value in wanted.items() if getattr(m, name) != value]
   if set(m.pattern) - set(KINDS.values()):

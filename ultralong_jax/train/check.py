@@ -2,6 +2,7 @@
 import ml_collections
 
 from pallas_kernels.kda import config as kda_config
+from ultralong_jax.models import depth_plan
 
 CHOICES = {
     "balance": ("quantile", "none"),
@@ -10,6 +11,7 @@ CHOICES = {
     "model.latent_gate": ("output", "latent", "none"),
     "model.position": ("none", "rope"),
     "model.rope_scaling": ("none", "linear", "yarn"),
+    "model.share": ("none", "latent", "gates", "latent+gates"),
     "model.fusion": ("layer", "head", "token"),
     "model.remat": ("none", "layer"),
     "model.dtype": ("float32", "bfloat16"),
@@ -28,7 +30,7 @@ COUNTS = (
     "checkpoint.keep", "log.every_steps")
 COUNTS_OR_ZERO = (
     "model.latent_shared_width", "model.query_rank", "model.gate_rank",
-    "model.dense_layers",
+    "model.dense_layers", "model.injection_stride",
     "model.expert_latent", "model.shared_experts", "optim.warmup_steps",
     "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
     "checkpoint.every_steps", "log.every_seconds")
@@ -117,6 +119,7 @@ def _model(c: ml_collections.ConfigDict, vocab: int):
       fit = -(-c.width // c[heads]) * c[heads]
       yield (f"model.width={c.width} is not a multiple of model.{heads}="
              f"{c[heads]}; set model.width={fit}")
+  yield from _across_layers(c)
   try:
     kda_config.check_floor(c.floor)
   except ValueError as error:
@@ -157,6 +160,28 @@ def _position(c):
     if not set(c.pattern) & set("mf"):
       yield (f'model.position="rope": no layer of model.pattern="{c.pattern}" '
              "has a position; m and f have")
+
+
+def _across_layers(c):
+  stride, span = c.injection_stride, c.injection_span
+  if stride and not 1 <= span <= stride:
+    yield (f"model.injection_span={span}: has to be from 1 to model."
+           f"injection_stride={stride}, so that a layer reads one source")
+  if stride and c.layers < 2:
+    yield (f"model.injection_stride={stride} with model.layers={c.layers}: "
+           "there is no later layer; set it to 0")
+  # What the pattern's letters have is known once they are.
+  if c.share == "none" or not c.pattern or set(c.pattern) - set("dmf"):
+    return
+  share = c.share.split("+")
+  plan = depth_plan.plan(c.pattern, c.layers, 0, c.block_layers, share=share)
+  shared = {x for layer in depth_plan.all_layers(plan) for x in layer.leads}
+  for name in share:
+    if name not in shared:
+      kind = "latent (m or f)" if name == "latent" else "delta (d or f)"
+      yield (f'model.share="{c.share}": no block of model.block_layers='
+             f'{c.block_layers} layers of model.pattern="{c.pattern}" has two '
+             f'{kind} layers; raise model.block_layers or leave out "{name}"')
 
 
 def _rows(c, devices: int, processes: int):

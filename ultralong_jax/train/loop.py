@@ -115,6 +115,7 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
   log.say(f"{tree.count(shapes.params):,} parameters, "
           f"{flops_per_token / 1e6:,.1f} MFLOP a token, "
           f"{config.batch * config.context:,} tokens a step, "
+          f"{hybrid.bytes_per_token(model):,} bytes of cache a token, "
           f"{data.bytes:,} bytes of text, {jax.device_count()} x "
           f"{mesh.devices.flat[0].device_kind}")
   log.say(f"to beat: {beat['bigram']:.3f} bits/byte (bigram), "

@@ -36,7 +36,8 @@ def settle(variables):
       x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
 
 
-@pytest.fixture(scope="module", params=["unrolled", "scanned", "residual"])
+@pytest.fixture(scope="module", params=["unrolled", "scanned", "residual",
+                                        "shared"])
 def setup(request):
   changes = dict(
       unrolled=dict(layers=2, query_rank=6),
@@ -44,7 +45,11 @@ def setup(request):
                    position="rope", rope_base=100., rope_scaling="yarn",
                    rope_factor=4., rope_context=64),
       residual=dict(layers=5, pattern="dffff", depth="residual",
-                    expert_latent=0, latent_gate="latent"))[request.param]
+                    expert_latent=0, latent_gate="latent"),
+      # Two latent and two delta layers in the first block.
+      shared=dict(layers=5, dense_layers=4, block_layers=4,
+                  share="latent+gates", injection_stride=2, injection_span=2),
+  )[request.param]
   model = hybrid.Hybrid(**sizes(**changes))
   tokens = jax.random.randint(jax.random.key(0), (2, T), 0, 40)
   variables = settle(jax.jit(model.init)(jax.random.key(1), tokens))
@@ -147,13 +152,13 @@ def test_statistics_and_router_are_untouched_in_evaluation(setup):
   assert set(variables) == {"params", "router"}
 
 
-def test_zero_queries_average_the_sources():
-  """Block attention with zero queries is a mean, so scale does not matter."""
+def test_only_what_has_one_source_has_no_query():
+  """That zero queries average the sources is in cross_layer_test."""
   model = hybrid.Hybrid(**sizes(layers=2))
   tokens = jnp.zeros((1, 8), jnp.int32)
   params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
   stack = params["stack"]
-  # The first attention reads the embedding alone and has no query.
+  # The first attention reads the embedding alone.
   assert "attention_mix" not in stack["block_0"]["layer_0"]
   assert "attention_mix" in stack["block_1"]["layer_1"]
   assert "output_mix" in stack
