@@ -229,8 +229,15 @@ def gradient(
            mask=inside[:, None])
   tl.store(dk + to, (dk_tile * k_scale[:, None]).to(dk.dtype.element_ty),
            mask=inside[:, None])
-  d = sums(tl.trans(before).to(tl.float32), d, IEEE, ASSEMBLY)
-  d = tl.where(real[:, None], d + d_last[None, :], 0.0)
+  after = tl.trans(before).to(tl.float32)
+  at_end = d_last[None, :]
+  if DOCUMENTS:
+    # What other documents' rows add sums to zero, but only up to rounding.
+    column, _, _, _ = documents(code, b, n, T, N, C, DOCUMENTS)
+    after = tl.where(document[:, None] == column[None, :], after, 0.0)
+    at_end = tl.where((document == last)[:, None], at_end, 0.0)
+  d = sums(after, d, IEEE, ASSEMBLY)
+  d = tl.where(real[:, None], d + at_end, 0.0)
   if GATE:
     # Loaded once more: to hold it this long would take registers.
     y = load(z, at_z, keys, inside).to(tl.float32) + bias[None, :]

@@ -82,7 +82,6 @@ def segments(batch, time):
   return jnp.asarray(ids, jnp.int32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_interpreted_kernels_equal_the_recurrence(interpreted, packed):
   x = draw(1, 70, 1, 2 if packed else 1, 24, 40)
@@ -90,6 +89,26 @@ def test_interpreted_kernels_equal_the_recurrence(interpreted, packed):
   want = everything(reference.kda, x, segment_ids=ids)
   got = everything(triton.kda, x, segment_ids=ids)
   assert_close(got, want, 1e-4)
+
+
+def test_interpreted_documents_are_walls(interpreted):
+  """Exactly: sums over a chunk must not cross a border and come back."""
+  x = draw(1, 70, 1, 1, 16, 16)
+  ids = jnp.asarray([[1] * 21 + [2] * 30 + [0] * 19])
+
+  def second(arrays):
+    tokens = [arrays[n] for n in ARRAYS[:5]]
+    o, s = triton.kda(
+        *tokens, **{n: arrays[n] for n in ARRAYS[5:]}, floor=-5.0,
+        normalize_qk=True, sigmoid_beta=True, scale=0.25, segment_ids=ids)
+    return jnp.sum(o[:, 21:51]**2) + jnp.sum(s**2)
+
+  grads = jax.grad(second)({n: x[n] for n in ARRAYS})
+  for name in ARRAYS[:5]:
+    assert np.any(grads[name][:, 21:51]), name
+    assert not np.any(grads[name][:, :21]), name
+    assert not np.any(grads[name][:, 51:]), name
+  assert not np.any(grads["initial_state"])
 
 
 @pytest.mark.gpu
