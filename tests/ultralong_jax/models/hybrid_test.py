@@ -12,9 +12,10 @@ T = 40
 # Row 0: three documents, the last going on to the end; row 1: padding.
 SEGMENTS = np.asarray([[1] * 11 + [2] * 9 + [3] * 20,
                        [1] * 23 + [2] * 10 + [0] * 7], np.int32)
+CLOSE = 2e-5
 # Parameters that differ by a unit in their last place move the last layer's
-# state by 6e-5.
-CLOSE = 1e-4
+# state by 6e-5, but no logit that far.
+CLOSE_STATE = 1e-4
 
 
 def sizes(**changes):
@@ -76,7 +77,7 @@ def test_any_split_gives_the_same_logits_and_state(setup):
       parts.append(logits)
     np.testing.assert_allclose(real(np.concatenate(parts, 1)), real(whole),
                                atol=CLOSE)
-    chex.assert_trees_all_close(state, end, atol=CLOSE)
+    chex.assert_trees_all_close(state, end, atol=CLOSE_STATE)
 
 
 def test_token_by_token_gives_the_same(setup):
@@ -89,7 +90,7 @@ def test_token_by_token_gives_the_same(setup):
     parts.append(logits)
   np.testing.assert_allclose(real(np.concatenate(parts, 1)), real(whole),
                              atol=CLOSE)
-  chex.assert_trees_all_close(state, end, atol=CLOSE)
+  chex.assert_trees_all_close(state, end, atol=CLOSE_STATE)
   np.testing.assert_array_equal(state.length_B, [40, 33])
   np.testing.assert_array_equal(state.position_B, [19, 9])
 
