@@ -167,11 +167,12 @@ def test_only_what_has_one_source_has_no_query():
 
 @pytest.mark.slow
 # A mix over depth has a term for each source: six more blocks, a few lines.
-@pytest.mark.parametrize("depth, growth", [("residual", 1.02),
-                                           ("block_attention", 1.2)])
-def test_depth_costs_no_program(depth, growth):
+@pytest.mark.parametrize("pattern, depth, growth", [
+    ("dddm", "residual", 1.02), ("dddm", "block_attention", 1.2),
+    ("f", "residual", 1.02)])
+def test_depth_costs_no_program(pattern, depth, growth):
   def lines(layers):
-    model = hybrid.Hybrid(**sizes(layers=layers, pattern="dddm", depth=depth,
+    model = hybrid.Hybrid(**sizes(layers=layers, pattern=pattern, depth=depth,
                                   block_layers=4, remat="layer"))
     tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
