@@ -18,8 +18,8 @@ def get_config():
   c.accumulate = 1  # micro-batches that the rows of a step are split into
   c.steps = 1_000  # optimiser steps in the whole run
   c.mtp_weight = 0.3  # of that token's loss beside the next one's; model.mtp
-  c.balance = "quantile"  # expert thresholds after a step; "none" keeps them
   c.model = model()
+  c.balance = balance()
   c.data = data()
   c.optim = optim()
 
@@ -76,6 +76,7 @@ def model():
 
   # Feed-forward part of every layer.
   c.glu = "situ"  # bounded; "swiglu" is the baseline
+  c.glu_input_norm = False  # the input of every unit gets mean square 1
   c.dense_layers = 1  # first layers that have no experts
   c.dense_hidden = 768
   c.experts = 8
@@ -87,6 +88,17 @@ def model():
   c.routed_renormalize = True  # their weights sum to 1 before that factor
   c.expert_groups = 1  # groups of neighbours, of which a token picks some first
   c.expert_groups_per_token = 1
+  c.router = "hidden"  # reads the layer's input; "prototype": its similarity
+  c.routing_width = 64  # to learned prototypes, in a space of this width
+  c.router_similarity = "cosine"  # or "distance", the negative squared one
+  c.router_noise = 0.0  # deviation, in logits, on choices; in training only
+  # Most tokens of an expert in a micro-batch, in fair shares; 0: all that
+  # want it. In training only; what is over is dropped, lowest scores first.
+  c.capacity_factor = 0.0
+  # What moves the experts' thresholds after a step: "quantile",
+  # "load_quantile", "sign_bias", "aux_loss" (a loss term instead), "none".
+  c.balance = "quantile"
+  c.expert_activations = False  # log how they vary across experts
 
   # Across layers.
   c.depth = "block_attention"  # "residual" is the baseline
@@ -106,6 +118,20 @@ def model():
   c.remat = "none"  # "layer" recomputes each layer in the backward pass
   c.dtype = "float32"  # of compute; parameters are float32 always
   c.implementation = ""  # of the delta rule; "": the fastest that can run
+  return c
+
+
+def balance():
+  """Returns the fields of layers.balance.Settings; the form is model's."""
+  c = ConfigDict()
+  c.quantile_steps = 1  # quantile: steps a threshold is an average over
+  c.load_steps = 8  # load_quantile: steps that loads are an average over
+  c.load_low = 0.1  # between these quantiles of the experts' loads
+  c.load_high = 0.9  # nothing is corrected
+  c.load_least = 0.25  # of the fair load: less is corrected anyway
+  c.load_rate = 0.03  # threshold a step for each fair load outside
+  c.sign_rate = 1e-3  # sign_bias: threshold a step
+  c.loss_coefficient = 0.01  # aux_loss
   return c
 
 

@@ -13,8 +13,8 @@ def get_config(arg=None):
   """Returns the config; `:tiny` has the same forms at CPU size."""
   arg = common.parse_arg(arg, tiny=False)
   c = common.get_config()
-  c.balance = "none"
   m = c.model
+  m.balance = "none"
   m.floor = None  # softplus gate
   m.glu = "swiglu"
   m.depth = "residual"

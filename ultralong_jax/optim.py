@@ -17,6 +17,7 @@ VECTORS = (
     (r"w_embed_WD|w_unembed_DW", True),  # rows are tokens: no spectral norm
     (r"w_router_\w+", True),  # scores are read one by one (top-k)
     (r"w_fusion_\w+", True),  # two logits of which one would do: rank one
+    (r"prototype_ER|temperature", False),  # centres: not drawn to the origin
     (r"(\w+_)?scale(_\w+)?_[A-Z]+", False),  # norms
     (r"a_log_[A-Z]+|dt_bias_[A-Z]+|(\w+_)?bias_[A-Z]+", False),  # gates
     (r"conv(_\w+)?_[A-Z]+", False),  # depthwise: not a matrix product

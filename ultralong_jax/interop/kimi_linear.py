@@ -96,6 +96,7 @@ def to_model(hub: dict, where: str) -> dict:
       routed_renormalize=bool(get("moe_renormalize")), expert_groups=groups,
       expert_groups_per_token=get("topk_group", 1) if groups > 1 else 1,
       depth="residual", block_layers=max(layers, 1),
+      router="hidden", glu_input_norm=False,
       tied_embedding=bool(get("tie_word_embeddings", False)), remat="none",
       dtype=dtype, implementation="")
   if errors:
@@ -151,7 +152,8 @@ def to_hub(model, hub=None) -> dict:
   m = model
   wanted = dict(floor=None, gate_rank=m.key_width, value_width=m.key_width,
                 latent_gate="none", position="none", mtp=False,
-                glu="swiglu", expert_latent=0,
+                glu="swiglu", expert_latent=0, router="hidden",
+                glu_input_norm=False,
                 depth="residual", injection_stride=0, share="none")
   errors = [f"model.{name}={getattr(m, name)!r}: has to be {value!r}"
             for name, value in wanted.items() if getattr(m, name) != value]

@@ -1,14 +1,14 @@
-"""Experts in a latent space: dispatch, grouped matmul, combine; dropless."""
+"""Experts in a latent space, and the grouped matmul that they are made of."""
 
 import importlib.util
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.experimental import layout as array_layout
 
-from ultralong_jax.layers import balance, glu, linear, norm, router
+from ultralong_jax.layers import balance, capacity, dispatch, glu, linear
+from ultralong_jax.layers import norm, prototypes, router
 
 IMPLEMENTATIONS = ("blocks", "ragged", "tokamax", "dense")
 
@@ -24,95 +24,6 @@ def resolve(implementation):
   if implementation == "tokamax" and not importlib.util.find_spec("tokamax"):
     raise NotImplementedError(f"{implementation=}: tokamax is not installed")
   return implementation
-
-
-def block_rows(pairs, experts):
-  """Rows in a block. Padding costs half a block an expert, a block a copy of
-  its expert's weights; between 32 and 128 the first has the say."""
-  share = max(pairs // experts, 1)
-  return min(128, max(8, 1 << (share // 4).bit_length()))
-
-
-class Layout(NamedTuple):
-  """Rows sorted by expert, each expert's first at a multiple of the block.
-
-  A pair is a token and one of its experts, number token * A + slot.
-
-  Attributes:
-    pair_I: pair in each row; the number of pairs where a row is empty.
-    row_XA: row of each pair.
-    size_E: rows of each expert, empty ones included.
-  """
-  pair_I: jax.Array
-  row_XA: jax.Array
-  size_E: jax.Array
-
-
-def arrange(choice_XA, experts, block):
-  """Sorts pairs by expert. The number of rows is static: pairs + E * block."""
-  tokens, top = choice_XA.shape
-  pairs = tokens * top
-  expert_I = choice_XA.reshape(pairs)
-  real_E = jnp.bincount(expert_I, length=experts)
-  size_E = (real_E + block - 1) // block * block
-  end_E = jnp.cumsum(size_E)
-  shift_E = (end_E - size_E) - (jnp.cumsum(real_E) - real_E)
-  sorted_I = jnp.argsort(expert_I, stable=True)
-  row_I = jnp.arange(pairs) + shift_E[expert_I[sorted_I]]
-  row_XA = jnp.zeros(pairs, jnp.int32).at[sorted_I].set(
-      row_I, unique_indices=True, mode="promise_in_bounds")
-  rows = pairs if block == 1 else (pairs // block + experts) * block
-  pair_I = jnp.full(rows, pairs, jnp.int32).at[row_I].set(
-      sorted_I, unique_indices=True, mode="promise_in_bounds")
-  return Layout(pair_I, row_XA.reshape(tokens, top), size_E)
-
-
-@jax.custom_vjp
-def dispatch(x_XD, layout):
-  """Copies each token to its rows; empty rows are zero."""
-  top = layout.row_XA.shape[1]
-  return x_XD.at[layout.pair_I // top].get(mode="fill", fill_value=0)
-
-
-def _dispatch_fwd(x_XD, layout):
-  return dispatch(x_XD, layout), layout
-
-
-def _dispatch_bwd(layout, d_ID):
-  # Transposing the copy would scatter; every pair knows its row, so gather.
-  # Slot by slot: a sum over an axis of two costs a CPU five times as much.
-  d_XD = sum(d_ID.at[row_X].get(mode="promise_in_bounds").astype(jnp.float32)
-             for row_X in layout.row_XA.T)
-  return d_XD.astype(d_ID.dtype), None
-
-
-dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
-
-
-@jax.custom_vjp
-def combine(y_ID, weight_XA, layout):
-  """Weighted sum of each token's rows, in float32."""
-  y_XAD = y_ID.at[layout.row_XA].get(mode="promise_in_bounds")
-  return jnp.einsum("XAD,XA->XD", y_XAD.astype(jnp.float32), weight_XA)
-
-
-def _combine_fwd(y_ID, weight_XA, layout):
-  return combine(y_ID, weight_XA, layout), (y_ID, weight_XA, layout)
-
-
-def _combine_bwd(residuals, d_XD):
-  y_ID, weight_XA, layout = residuals
-  top = weight_XA.shape[1]
-  y_XAD = y_ID.at[layout.row_XA].get(mode="promise_in_bounds")
-  d_weight_XA = jnp.einsum("XAD,XD->XA", y_XAD.astype(jnp.float32), d_XD)
-  weight_I = weight_XA.reshape(-1).at[layout.pair_I].get(
-      mode="fill", fill_value=0.)
-  d_ID = d_XD.at[layout.pair_I // top].get(mode="fill", fill_value=0.)
-  d_ID = (weight_I[:, None] * d_ID).astype(y_ID.dtype)
-  return d_ID, d_weight_XA, None
-
-
-combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def grouped_matmul(x_ID, w_EDF, size_E, implementation, block):
@@ -185,22 +96,30 @@ def mix(x_XD, w_gate_EDF, w_up_EDF, w_down_EFD, choice_XA, weight_XA, kind,
 
   Returns:
     y_XD: float32.
+    square_XA: mean square of each pair's hidden activations, float32, without
+      a gradient.
   """
   implementation = resolve(implementation)
   experts = w_gate_EDF.shape[0]
   if implementation == "dense":
     return _mix_dense(x_XD, w_gate_EDF, w_up_EDF, w_down_EFD, choice_XA,
                       weight_XA, kind)
-  block = (block_rows(choice_XA.size, experts)
+  block = (dispatch.block_rows(choice_XA.size, experts)
            if implementation == "blocks" else 1)
-  layout = arrange(choice_XA, experts, block)
-  x_ID = dispatch(x_XD, layout)
+  layout = dispatch.arrange(choice_XA, experts, block)
+  x_ID = dispatch.to_experts(x_XD, layout)
   how = layout.size_E, implementation, block
   both = jnp.concatenate([w_gate_EDF, w_up_EDF], axis=2)
   gate_IF, up_IF = jnp.split(grouped_matmul(x_ID, both, *how), 2, axis=1)
   f_IF = glu.activate(kind, gate_IF, up_IF)
   y_ID = grouped_matmul(f_IF, w_down_EFD, *how)
-  return combine(y_ID, weight_XA, layout)
+  square_I = _mean_square(f_IF)
+  return dispatch.combine(y_ID, weight_XA, layout), square_I[layout.row_XA]
+
+
+def _mean_square(f):
+  f = jax.lax.stop_gradient(f).astype(jnp.float32)
+  return jnp.mean(f * f, axis=-1)
 
 
 def _mix_dense(x_XD, w_gate_EDF, w_up_EDF, w_down_EFD, choice_XA, weight_XA,
@@ -212,7 +131,9 @@ def _mix_dense(x_XD, w_gate_EDF, w_up_EDF, w_down_EFD, choice_XA, weight_XA,
   up_XEF = jnp.einsum("XD,EDF->XEF", x_XD, w_up_EDF)
   f_XEF = glu.activate(kind, gate_XEF, up_XEF)
   y_XED = jnp.einsum("XEF,EFD->XED", f_XEF, w_down_EFD)
-  return jnp.einsum("XED,XE->XD", y_XED.astype(jnp.float32), weight_XE)
+  square_XA = jnp.take_along_axis(_mean_square(f_XEF), choice_XA, axis=1)
+  return jnp.einsum("XED,XE->XD", y_XED.astype(jnp.float32),
+                    weight_XE), square_XA
 
 
 class LatentExperts(nn.Module):
@@ -221,7 +142,8 @@ class LatentExperts(nn.Module):
     y = shared(x) + w_expand norm(sum_a weight_a E_a(w_compress x))
 
   The router reads the full width. Padding tokens come out as zero, count in
-  no statistic and change no other token.
+  no statistic and change no other token; nor, without a capacity, does any
+  token.
 
   Attributes:
     experts: routed experts.
@@ -234,13 +156,31 @@ class LatentExperts(nn.Module):
     renormalize: False: weights are scores times `scale`.
     groups: groups of neighbouring experts.
     groups_per_token: of them, those that a token's experts come from.
+    router: "hidden" reads logits off the input, "prototype" from similarity
+      in a space of its own, see `prototypes`.
+    routing_width: of that space.
+    similarity: see `prototypes.similarity`.
+    noise: deviation of the noise on logits that a training choice is made by;
+      weights do not see it.
+    capacity_factor: most tokens of an expert in training, in fair shares; the
+      others lose it, those of lowest score first. 0: no limit.
+    balance: one of `balance.FORMS`; decides what is counted and remembered.
     glu: activation, see `glu.ACTIVATIONS`.
-    epsilon: of the latent's RMSNorm.
+    input_norm: of all units, see `glu.normalize_input`.
+    activations: count the experts' mean square activation.
+    training: noise and capacity apply.
+    epsilon: of the latent's and the inputs' RMSNorm.
     implementation: see `resolve`.
 
   Collections:
-    router: reads threshold_E; written by `balance.update` only.
-    statistics: adds histogram_EZ and load_E where it is mutable.
+    router: reads threshold_E; declares recent_E and start_ER for those who
+      read them. Written by `balance.update` only.
+    statistics: adds load_E, and by form histogram_EZ, score_sum_E, dropped,
+      square_sum_E, where it is mutable. Loads are those that the router
+      asked for, before any drop.
+
+  Rngs:
+    noise: read in training where there is noise.
   """
   experts: int
   experts_per_token: int
@@ -251,7 +191,16 @@ class LatentExperts(nn.Module):
   renormalize: bool = True
   groups: int = 1
   groups_per_token: int = 1
+  router: str = "hidden"
+  routing_width: int = 64
+  similarity: str = "cosine"
+  noise: float = 0.
+  capacity_factor: float = 0.
+  balance: str = "quantile"
   glu: str = "situ"
+  input_norm: bool = False
+  activations: bool = False
+  training: bool = False
   epsilon: float = 1e-5
   implementation: str = ""
 
@@ -261,19 +210,26 @@ class LatentExperts(nn.Module):
     rank = self.latent or width
     dtype = x_BTD.dtype
     x_XD = x_BTD.reshape(-1, width)
-    choice_XA, weight_XA = self._route(x_XD, valid_BT.reshape(-1))
+    valid_X = valid_BT.reshape(-1)
+    choice_XA, weight_XA = self._route(x_XD, valid_X)
 
     z_XR = x_XD
     if self.latent:
       z_XR = linear.linear(
           x_XD, linear.weight(self, "w_compress_DR", width, rank))
+    if self.input_norm:
+      z_XR = glu.normalize_input(z_XR, self.epsilon)
     inner = self.experts, rank, self.hidden
     outer = self.experts, self.hidden, rank
-    y_XD = mix(
+    y_XD, square_XA = mix(
         z_XR, linear.weight(self, "w_gate_ERF", *inner).astype(dtype),
         linear.weight(self, "w_up_ERF", *inner).astype(dtype),
         linear.weight(self, "w_down_EFR", *outer).astype(dtype),
-        choice_XA, weight_XA, self.glu, self.implementation).astype(dtype)
+        choice_XA, weight_XA, self.glu, self.implementation)
+    y_XD = y_XD.astype(dtype)
+    if self.activations and self._counts():
+      self._count("square_sum_E", self._by_expert(
+          choice_XA, jnp.where(valid_X[:, None], square_XA, 0.)))
     if self.latent:
       u_XR = norm.RMSNorm(self.epsilon, name="latent_norm")(y_XD)
       y_XD = linear.linear(
@@ -281,29 +237,81 @@ class LatentExperts(nn.Module):
     y_BTD = y_XD.reshape(x_BTD.shape)
     if self.shared:
       y_BTD += glu.GatedUnit(self.shared * self.hidden, self.glu,
+                             self.input_norm, self.epsilon,
                              name="shared")(x_BTD)
     # Zero here, so no gradient reaches padding, its router scores included.
     return jnp.where(valid_BT[..., None], y_BTD, 0)
 
   def _route(self, x_XD, valid_X):
     """Chooses experts, weighs them, and counts when asked to."""
-    w_router_DE = linear.weight(self, "w_router_DE", x_XD.shape[1],
-                                self.experts)
+    top = self.experts_per_token
     threshold_E = self.variable("router", "threshold_E", jnp.zeros,
                                 (self.experts,), jnp.float32).value
-    s_XE = router.scores(x_XD, w_router_DE)
-    choice_XA, cutoff_X = router.choose(
-        s_XE, threshold_E, self.experts_per_token, self.groups,
-        self.groups_per_token)
-    weight_XA = router.weights(s_XE, choice_XA, self.scale, self.renormalize)
-    if (self.is_mutable_collection("statistics")
-        and not self.is_initializing()):
-      self._count("histogram_EZ", balance.histogram(
-          s_XE, cutoff_X, threshold_E, valid_X))
+    if self.balance in balance.REMEMBERS:
+      self.variable("router", "recent_E", jnp.ones, (self.experts,),
+                    jnp.float32)
+    logits_XE = self._logits(x_XD)
+    s_XE = picked_XE = jax.nn.sigmoid(logits_XE)
+    if self.training and self.noise:
+      picked_XE = router.disturbed_scores(logits_XE, self.noise,
+                                          self.make_rng("noise"))
+    choice_XA, cutoff_X = router.choose(picked_XE, threshold_E, top,
+                                        self.groups, self.groups_per_token)
+    if self.router == "prototype" and self.renormalize:
+      weight_XA = router.soft_assignment(logits_XE, choice_XA, self.scale)
+    else:
+      weight_XA = router.weights(s_XE, choice_XA, self.scale,
+                                 self.renormalize)
+    if self.training and self.capacity_factor:
+      weight_XA = self._limit(s_XE, choice_XA, weight_XA, valid_X)
+    if self._counts():
       count_XA = jnp.broadcast_to(valid_X[:, None], choice_XA.shape)
-      self._count("load_E", jnp.zeros(self.experts, jnp.int32).at[
-          choice_XA].add(count_XA.astype(jnp.int32)))
+      self._count("load_E", self._by_expert(choice_XA,
+                                            count_XA.astype(jnp.int32)))
+      if self.balance == "quantile":
+        self._count("histogram_EZ", balance.histogram(
+            picked_XE, cutoff_X, threshold_E, valid_X))
+      elif self.balance == "aux_loss":
+        self._count("score_sum_E", balance.score_sums(s_XE, valid_X))
     return choice_XA, weight_XA
+
+  def _logits(self, x_XD):
+    width = x_XD.shape[1]
+    if self.router == "hidden":
+      return router.logits(
+          x_XD, linear.weight(self, "w_router_DE", width, self.experts))
+    if self.router != "prototype":
+      raise ValueError(f"router={self.router!r} is neither 'hidden' nor "
+                       "'prototype'")
+    w_router_DR = linear.weight(self, "w_router_DR", width,
+                                self.routing_width)
+    prototype_ER = self.param("prototype_ER", prototypes.dispersed,
+                              (self.experts, self.routing_width))
+    self.variable("router", "start_ER", lambda: prototype_ER)
+    temperature = self.param("temperature", nn.initializers.zeros, (),
+                             jnp.float32)
+    x_XD = norm.RMSNorm(self.epsilon, name="router_norm")(
+        x_XD.astype(jnp.float32))
+    return prototypes.logits(x_XD, w_router_DR, prototype_ER, temperature,
+                             self.similarity)
+
+  def _limit(self, s_XE, choice_XA, weight_XA, valid_X):
+    """Weight zero for pairs over capacity; the others keep theirs."""
+    keep_XA = capacity.keep(
+        jnp.take_along_axis(s_XE, choice_XA, axis=1), choice_XA, valid_X,
+        capacity.most(valid_X, choice_XA.shape[1], self.experts,
+                      self.capacity_factor), self.experts)
+    if self._counts():
+      self._count("dropped", jnp.sum(~keep_XA & valid_X[:, None],
+                                     dtype=jnp.int32))
+    return jnp.where(keep_XA, weight_XA, 0.)
+
+  def _by_expert(self, choice_XA, value_XA):
+    return jnp.zeros(self.experts, value_XA.dtype).at[choice_XA].add(value_XA)
+
+  def _counts(self):
+    return (self.is_mutable_collection("statistics")
+            and not self.is_initializing())
 
   def _count(self, name, value):
     self.sow("statistics", name, value, init_fn=lambda: 0,

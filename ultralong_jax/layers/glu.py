@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from ultralong_jax.layers import linear
+from ultralong_jax.layers import linear, norm
 
 
 def situ(gate, up, gate_bound=4., up_bound=25.):
@@ -83,19 +83,42 @@ def activate(kind, gate, up):
   return ACTIVATIONS[kind](gate, up)
 
 
+def normalize_input(x, epsilon):
+  """Scales the input of a unit to mean square one along its last axis.
+
+  Without parameters: the projections that read it can learn a scale for every
+  channel, and one for every expert would let their activations grow apart
+  again, which this is to prevent. Experts that read one latent share it.
+
+  Args:
+    x: any shape.
+    epsilon: added to the mean square.
+
+  Returns:
+    x / sqrt(mean(x^2) + epsilon), shape and dtype of `x`.
+  """
+  return norm.rms_norm(x, jnp.ones(x.shape[-1]), epsilon)
+
+
 class GatedUnit(nn.Module):
   """A dense gated unit, width to hidden to width.
 
   Attributes:
     hidden: width between the projections.
     kind: name of the activation in ACTIVATIONS.
+    input_norm: see `normalize_input`.
+    epsilon: of that norm.
   """
   hidden: int
   kind: str = "situ"
+  input_norm: bool = False
+  epsilon: float = 1e-5
 
   @nn.compact
   def __call__(self, x_BTD):
     width = x_BTD.shape[-1]
+    if self.input_norm:
+      x_BTD = normalize_input(x_BTD, self.epsilon)
     w_gate_DF = linear.weight(self, "w_gate_DF", width, self.hidden)
     w_up_DF = linear.weight(self, "w_up_DF", width, self.hidden)
     w_down_FD = linear.weight(self, "w_down_FD", self.hidden, width)

@@ -6,23 +6,47 @@ import jax.numpy as jnp
 EPSILON = 1e-20  # keeps the weights finite if every chosen score underflows
 
 
-def scores(x_XD, w_DE):
-  """Affinity of each token to each expert, sigmoid(x w).
+def logits(x_XD, w_DE):
+  """Affinity of each token to each expert before the sigmoid, x w.
 
   Near ties between experts flip with the last bits of a matmul, so this one
   runs in float32 at the highest precision whatever the model computes in.
 
   Args:
     x_XD: tokens at full model width, any dtype.
-    w_DE: one prototype an expert.
+    w_DE: one direction an expert.
+
+  Returns:
+    logits_XE: float32.
+  """
+  return jnp.einsum(
+      "XD,DE->XE", x_XD.astype(jnp.float32), w_DE.astype(jnp.float32),
+      precision=jax.lax.Precision.HIGHEST)
+
+
+def scores(x_XD, w_DE):
+  """sigmoid(x w), in (0, 1); see `logits`."""
+  return jax.nn.sigmoid(logits(x_XD, w_DE))
+
+
+def disturbed_scores(logits_XE, deviation, key):
+  """Scores to choose by in training: sigmoid(logits + noise), no gradient.
+
+  The noise is Gaussian and lies inside the sigmoid, so that scores stay in
+  (0, 1), which the bins of `balance.histogram` cover. Drawn as one array of
+  all tokens, it depends on the key and not on how they lie over devices.
+
+  Args:
+    logits_XE: float32.
+    deviation: of the noise, in logits.
+    key: of jax.random.
 
   Returns:
     s_XE: float32 in (0, 1).
   """
-  logits_XE = jnp.einsum(
-      "XD,DE->XE", x_XD.astype(jnp.float32), w_DE.astype(jnp.float32),
-      precision=jax.lax.Precision.HIGHEST)
-  return jax.nn.sigmoid(logits_XE)
+  noise_XE = jax.random.normal(key, logits_XE.shape, jnp.float32)
+  return jax.nn.sigmoid(
+      jax.lax.stop_gradient(logits_XE) + deviation * noise_XE)
 
 
 def choose(s_XE, threshold_E, top, groups=1, groups_per_token=1):
@@ -93,3 +117,23 @@ def weights(s_XE, choice_XA, scale, renormalize=True):
   total = jnp.sum(s_XA, axis=1, keepdims=True) + EPSILON
   # The derivative of a quotient squares the total, and float32 underflows.
   return scale * s_XA * jnp.exp(-jnp.log(total))
+
+
+def soft_assignment(logits_XE, choice_XA, scale):
+  """Combine weights by distance: softmax over the chosen, times `scale`.
+
+  Of prototypes that are centres of equal Gaussians this is the probability of
+  each, given that it is one of the chosen. Renormalised scores would flatten
+  where the sigmoid saturates: 0.99 and 0.999 weigh the same.
+
+  Args:
+    logits_XE: temperature times similarity; what all experts have in common
+      makes no difference.
+    choice_XA: experts of each token.
+    scale: sum of a token's weights.
+
+  Returns:
+    weight_XA: float32.
+  """
+  logits_XA = jnp.take_along_axis(logits_XE, choice_XA, axis=1)
+  return scale * jax.nn.softmax(logits_XA, axis=1)

@@ -57,7 +57,11 @@ class Hybrid(nn.Module):
     experts, experts_per_token, expert_hidden, expert_latent, shared_experts,
       routed_scale, routed_renormalize, expert_groups,
       expert_groups_per_token: of the other layers' experts.
+    router, routing_width, router_similarity, router_noise, capacity_factor,
+      balance, expert_activations: of their routing, see
+      `experts.LatentExperts`.
     glu: activation of all gated units.
+    glu_input_norm: their input is scaled to mean square one.
     depth: "block_attention", or "residual" for plain sums.
     block_layers: layers whose outputs are summed to one source of the mix, and
       that may share.
@@ -74,12 +78,17 @@ class Hybrid(nn.Module):
     tied_embedding: the unembedding is the embedding, not a parameter.
     mtp: there is one more layer that predicts the token after the next, of
       the pattern's last letter and the last layer's feed-forward; see `draft`.
+    training: what only training does applies: noise and capacity of experts.
+      No leaf of a config; `train.step` sets it.
 
   Collections:
     params: trained.
     router: thresholds of the experts; read here, written by
       `balance.update` between steps.
     statistics: written where mutable; loads, histograms, decays.
+
+  Rngs:
+    noise: of the router, in training with `router_noise`.
   """
   vocab: int
   width: int
@@ -128,6 +137,15 @@ class Hybrid(nn.Module):
   injection_stride: int = 0
   injection_span: int = 1
   share: str = "none"
+  router: str = "hidden"
+  routing_width: int = 64
+  router_similarity: str = "cosine"
+  router_noise: float = 0.
+  capacity_factor: float = 0.
+  balance: str = "quantile"
+  expert_activations: bool = False
+  glu_input_norm: bool = False
+  training: bool = False
 
   def setup(self):
     normal = nn.initializers.normal(0.02)
@@ -253,14 +271,20 @@ class Hybrid(nn.Module):
             latent=make(fused_attention.LatentPath, **latent),
             fusion=self.fusion, gate_rank=self.gate_rank,
             epsilon=self.norm_epsilon),
-        dense=make(glu.GatedUnit, hidden=self.dense_hidden, kind=self.glu),
+        dense=make(glu.GatedUnit, hidden=self.dense_hidden, kind=self.glu,
+                   input_norm=self.glu_input_norm, epsilon=self.norm_epsilon),
         experts=make(
             experts.LatentExperts, experts=self.experts,
             experts_per_token=self.experts_per_token,
             hidden=self.expert_hidden, latent=self.expert_latent,
             shared=self.shared_experts, scale=self.routed_scale,
             renormalize=self.routed_renormalize, groups=self.expert_groups,
-            groups_per_token=self.expert_groups_per_token, glu=self.glu,
+            groups_per_token=self.expert_groups_per_token,
+            router=self.router, routing_width=self.routing_width,
+            similarity=self.router_similarity, noise=self.router_noise,
+            capacity_factor=self.capacity_factor, balance=self.balance,
+            glu=self.glu, input_norm=self.glu_input_norm,
+            activations=self.expert_activations, training=self.training,
             epsilon=self.norm_epsilon),
         norm=make(norm.RMSNorm, epsilon=self.norm_epsilon), mix=mix,
         injection=make(cross_layer.Injection, epsilon=self.norm_epsilon),

@@ -3,11 +3,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flax import linen as nn
+import jax
 import jax.numpy as jnp
 
 from ultralong_jax.models import depth_plan, depth_scan
 
 COLLECTIONS = {"params": 0, "router": 0, "statistics": 0}
+# A stream that is left out here does not reach the layers inside a scan.
+RNGS = {"params": True, "noise": True}
 
 
 class Parts(NamedTuple):
@@ -85,16 +88,19 @@ class Stack(nn.Module):
     variables = {c: self.variables[c][name] for c in COLLECTIONS
                  if name in self.variables.get(c, {})}
 
+    rngs = {"noise": jax.random.split(self.make_rng("noise"), repeats)
+            } if self.has_rng("noise") else {}
+
     def run(x, sources, valid, injected_BTD, tokens):
-      variables, state = x
+      variables, state, rngs = x
       module = ScannedBlock(self.parts, block, parent=None)
       ((_, injected_BTD), (sum_BTD, state)), written = module.apply(
           variables, (None, injected_BTD), sources, valid, tokens, state,
-          mutable=mutable)
+          mutable=mutable, rngs=rngs)
       return sum_BTD, injected_BTD, (state, written)
 
     sources, injected_BTD, (state, written) = depth_scan.scan(
-        run, repeats, sources, injected_BTD, tokens, (variables, state))
+        run, repeats, sources, injected_BTD, tokens, (variables, state, rngs))
     for collection, tree in written.items():
       self.put_variable(collection, name, tree)
     return sources, injected_BTD, state
@@ -102,7 +108,7 @@ class Stack(nn.Module):
 
 def _scanned(repeats):
   return nn.scan(ScannedBlock, variable_axes=COLLECTIONS,
-                 split_rngs={"params": True}, length=repeats,
+                 split_rngs=RNGS, length=repeats,
                  in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0))
 
 
@@ -146,7 +152,7 @@ class Block(nn.Module):
       if partial_BTD is None:
         partial_BTD = jnp.zeros_like(sources[0])
       scanned = nn.scan(
-          Group, variable_axes=COLLECTIONS, split_rngs={"params": True},
+          Group, variable_axes=COLLECTIONS, split_rngs=RNGS,
           in_axes=(nn.broadcast,) * 4 + (0,), length=repeats)
       # No layer of a group that repeats leads, so `shared` stays as it is and
       # is kept once, not in the carry of every step.

@@ -2,10 +2,14 @@
 import ml_collections
 
 from pallas_kernels.kda import config as kda_config
+from ultralong_jax.layers import balance
+from ultralong_jax.layers import prototypes
 from ultralong_jax.models import depth_plan
 
 CHOICES = {
-    "balance": ("quantile", "none"),
+    "model.balance": tuple(balance.FORMS),
+    "model.router": ("hidden", "prototype"),
+    "model.router_similarity": tuple(prototypes.SLOPE),
     "model.glu": ("situ", "swiglu"),
     "model.depth": ("block_attention", "residual"),
     "model.latent_gate": ("output", "latent", "none"),
@@ -25,18 +29,20 @@ COUNTS = (
     "model.heads", "model.key_width", "model.value_width",
     "model.conv_width", "model.latent_heads", "model.latent_key_width",
     "model.latent_value_width", "model.latent_rank", "model.dense_hidden",
-    "model.block_layers", "model.rope_context",
-    "data.validation_bytes", "data.validation_context",
-    "checkpoint.keep", "log.every_steps")
+    "model.block_layers", "model.rope_context", "model.routing_width",
+    "balance.quantile_steps", "balance.load_steps", "data.validation_bytes",
+    "data.validation_context", "checkpoint.keep", "log.every_steps")
 COUNTS_OR_ZERO = (
     "model.latent_shared_width", "model.query_rank", "model.gate_rank",
-    "model.dense_layers", "model.injection_stride",
+    "model.dense_layers", "model.injection_stride", "model.router_noise",
+    "model.capacity_factor", "balance.load_least",
     "model.expert_latent", "model.shared_experts", "optim.warmup_steps",
     "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
     "checkpoint.every_steps", "log.every_seconds")
 POSITIVE = (
     "mtp_weight", "optim.lr", "optim.adam_lr", "optim.clip_norm",
-    "model.norm_epsilon", "model.routed_scale")
+    "model.norm_epsilon", "model.routed_scale", "balance.load_rate",
+    "balance.sign_rate", "balance.loss_coefficient")
 FRACTIONS = ("optim.b1", "optim.b2", "optim.momentum")  # [0, 1)
 
 
@@ -56,7 +62,7 @@ def check(config, vocab: int = 0, devices: int = 1, processes: int = 1):
   # A leaf that is wrong alone would only confuse what is said of several.
   errors = list(_leaves(config)) or [
       *_model(config.model, vocab), *_rows(config, devices, processes),
-      *_optim(config)]
+      *_optim(config), *_balance(config.balance)]
   if errors:
     raise Refusal("this config cannot run:\n  " + "\n  ".join(errors))
 
@@ -80,7 +86,8 @@ def _leaves(config):
       (FRACTIONS, lambda x: 0 <= x < 1, "from 0 to below 1"),
       (("model.rope_base",), lambda x: x > 1, "above 1"),
       (("model.rope_factor",), lambda x: x >= 1, "1 or more"),
-      (("optim.final_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
+      (("optim.final_fraction", "balance.load_low", "balance.load_high"),
+       lambda x: 0 <= x <= 1, "from 0 to 1"),
       (("data.validation_fraction",), lambda x: 0 < x < 1,
        "between 0 and 1")):
     for name in names:
@@ -207,6 +214,12 @@ def _rows(c, devices: int, processes: int):
     yield (f"data.validation_bytes={c.data.validation_bytes} fill no row of "
            f"data.validation_context={c.data.validation_context}; raise the "
            "first or lower the second")
+
+
+def _balance(c):
+  if c.load_low > c.load_high:
+    yield (f"balance.load_low={c.load_low} exceeds balance.load_high="
+           f"{c.load_high}; swap them")
 
 
 def _optim(c):

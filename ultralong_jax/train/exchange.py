@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from ultralong_jax import optim, sharding
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.interop import huggingface
+from ultralong_jax.layers import balance
 from ultralong_jax.models import hybrid
 from ultralong_jax.train import checkpoint, validate
 from ultralong_jax.train import state as state_lib
@@ -28,9 +29,14 @@ def import_run(config, released_folder, workdir, allow_config_change=False):
   workdir_lib.adopt(workdir, config, allow_config_change)
   optimizer = optim.make(config.optim, released.variables["params"],
                          config.steps)
-  create = jax.jit(
-      lambda variables, rng: state_lib.create(variables, optimizer, rng),
-      donate_argnums=0, out_shardings=whole)
+
+  def create(variables, rng):
+    if "router" in variables:
+      variables = dict(variables, router=balance.remembering(
+          variables["router"], config.model.balance))
+    return state_lib.create(variables, optimizer, rng)
+
+  create = jax.jit(create, donate_argnums=0, out_shardings=whole)
   state = create(released.variables, jax.random.PRNGKey(config.seed))
   checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint.keep)
   checkpoints.save(state, {

@@ -92,7 +92,8 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
   # Step, and what saves compute: compiled now, outside the training time.
   train_step = jax.jit(
       step_lib.make_train_step(model, optimizer, config.accumulate,
-                               config.balance, tokenizer.byte_lengths,
+                               config.balance.to_dict(),
+                               tokenizer.byte_lengths,
                                config.mtp_weight if model.mtp else 0.),
       donate_argnums=0, out_shardings=whole)
   prepared = time.monotonic()

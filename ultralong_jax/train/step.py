@@ -3,7 +3,6 @@
 import math
 from typing import Callable
 
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +14,10 @@ from ultralong_jax import tree
 from ultralong_jax.layers import balance as balance_lib
 from ultralong_jax.models import hybrid
 from ultralong_jax.models import multi_token
+from ultralong_jax.train import summary
 
 
-def make_train_step(model, optimizer, accumulate: int, balance: str,
+def make_train_step(model, optimizer, accumulate: int, balance=None,
                     byte_lengths=None, mtp_weight: float = 0.) -> Callable:
   """Returns the function that is jitted with its first argument donated.
 
@@ -25,10 +25,10 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
   they are; `step` moves on all the same.
 
   Args:
-    model: Hybrid.
+    model: Hybrid; its `balance` is what moves the thresholds of the experts.
     optimizer: of `optim.make`.
     accumulate: micro-batches that the rows are split into, one after another.
-    balance: "quantile" moves the thresholds of the experts; "none".
+    balance: numbers of that form, by the names of `balance.Settings`.
     byte_lengths: bytes of each token, for bits per byte; None counts a
       target as one byte.
     mtp_weight: of the loss on the token after the next, which is descended
@@ -43,16 +43,19 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
       lr: of the main group; of the last step if this one is skipped.
       tokens: real (not padding) tokens.
       skipped: 1 if the gradient was not finite, else 0.
-      load: [layers, E] share of an expert times E; 1 is balanced.
-      load_max_over_mean: largest of `load`.
-      decay_mean, decay_min, decay_max: over the channels of all delta
-        layers, of each one's mean log decay.
-      (mtp_loss, loads and decays only from models that have such layers)
+      balance_loss: what aux_loss adds to the loss that is descended.
+      and what `summary.of_statistics` and `summary.of_prototypes` say.
+      (mtp_loss and balance_loss only from models that have them)
   """
-  if balance not in ("quantile", "none"):
-    raise ValueError(f"{balance=} is neither 'quantile' nor 'none'")
+  settings = balance_lib.Settings(**(balance or {}))
+  form, top = model.balance, model.experts_per_token
+  if form not in balance_lib.FORMS:
+    raise ValueError(f"balance={form!r} is none of "
+                     f"{sorted(balance_lib.FORMS)}")
+  noisy = model.router_noise > 0
+  model = model.clone(training=True)
 
-  def nats_of(params, router, batch, weights):
+  def nats_of(params, router, batch, weights, tokens, rngs):
     """Of a micro-batch; divided by the step's weights so that parts add up."""
     documents = batch["segment_ids"], batch["positions"], None
     next_BT, *asked = _ahead(batch)
@@ -65,7 +68,7 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
 
     (hidden_BTD, ahead_BTD), written = model.apply(
         {"params": params, "router": router}, method=features,
-        mutable=["statistics"])
+        mutable=["statistics"], rngs=rngs)
     w_DW = hybrid.unembedding(params)
     nats, _ = objectives.next_token_loss(hidden_BTD, w_DW, batch["targets"],
                                          batch["weights"])
@@ -76,6 +79,12 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
       losses["mtp_loss"] = nats / weights["mtp_loss"]
       total += mtp_weight * losses["mtp_loss"]
     statistics = written["statistics"] if "statistics" in written else {}
+    if form == "aux_loss":
+      # Loads are those of the micro-batch, which counts by its tokens.
+      share = _tokens(batch) / jnp.maximum(tokens, 1.)
+      losses["balance_loss"] = (settings.loss_coefficient * share
+                                * balance_lib.loss(statistics, top))
+      total += losses["balance_loss"]
     return total, (losses, statistics)
 
   def train_step(state, batch):
@@ -84,9 +93,15 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
                for name, weights_BT in (("loss", batch["weights"]),
                                         ("mtp_loss", _ahead(batch)[2]))}
 
-    def one(part):
+    tokens = _tokens(batch)
+
+    def one(part, index):
+      rngs = {}
+      if noisy:
+        key = jax.random.fold_in(state.rng, state.step)
+        rngs["noise"] = jax.random.fold_in(key, index)
       (_, aux), grads = jax.value_and_grad(nats_of, has_aux=True)(
-          state.params, state.router, part, weights)
+          state.params, state.router, part, weights, tokens, rngs)
       return grads, *aux
 
     grads, losses, statistics = _accumulate(one, batch, accumulate)
@@ -95,8 +110,8 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
     updates, opt_state = optimizer.update(grads, state.opt_state,
                                           state.params)
     router = state.router
-    if balance == "quantile" and router:
-      router = balance_lib.update(router, statistics, model.experts_per_token)
+    if form != "none" and router:
+      router = balance_lib.update(router, statistics, top, form, settings)
     params, opt_state, router = tree.choose(
         applied, (optax.apply_updates(state.params, updates), opt_state,
                   router),
@@ -107,9 +122,10 @@ def make_train_step(model, optimizer, accumulate: int, balance: str,
         "bits_per_byte": bits / _bytes(batch, byte_lengths),
         "grad_norm": grad_norm,
         "lr": optim.learning_rate(opt_state),
-        "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32),
+        "tokens": tokens,
         "skipped": 1. - applied,
-        **_summary(statistics)}
+        **summary.of_statistics(statistics),
+        **summary.of_prototypes(params, router)}
     state = state.replace(params=params, opt_state=opt_state, router=router,
                           step=state.step + 1)
     return state, metrics
@@ -123,9 +139,9 @@ def _ahead(batch):
 
 
 def _accumulate(function, batch, accumulate: int):
-  """Sums function(part) over the micro-batches of a batch."""
+  """Sums function(part, its number) over the micro-batches of a batch."""
   if accumulate == 1:
-    return function(batch)
+    return function(batch, 0)
   rows = jax.tree.leaves(batch)[0].shape[0]
   if rows % accumulate:
     raise ValueError(f"{accumulate=} does not divide the batch of {rows} rows")
@@ -135,13 +151,18 @@ def _accumulate(function, batch, accumulate: int):
       lambda x: jnp.moveaxis(
           x.reshape(rows // accumulate, accumulate, *x.shape[1:]), 1, 0),
       batch)
-  shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], parts))
+  shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], parts), 0)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
   def body(total, part):
-    return tree.add(total, function(part)), None
+    return tree.add(total, function(*part)), None
 
-  return jax.lax.scan(body, zeros, parts)[0]
+  return jax.lax.scan(body, zeros, (parts, jnp.arange(accumulate)))[0]
+
+
+def _tokens(batch):
+  """Real tokens, not padding, as a float32."""
+  return jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32)
 
 
 def _bytes(batch, byte_lengths):
@@ -151,26 +172,3 @@ def _bytes(batch, byte_lengths):
     return jnp.maximum(jnp.sum(counted_BT, dtype=jnp.float32), 1)
   lengths_W = jnp.asarray(np.asarray(byte_lengths), jnp.float32)
   return jnp.maximum(jnp.sum(lengths_W[batch["targets"]] * counted_BT), 1)
-
-
-def _summary(statistics) -> dict:
-  """The loads and decays of a step for the log."""
-  leaves = traverse_util.flatten_dict(statistics)
-  metrics = {}
-  loads = [x.reshape(-1, x.shape[-1]) for path, x in leaves.items()
-           if path[-1] == "load_E"]
-  if loads:
-    load_LE = jnp.concatenate(loads).astype(jnp.float32)
-    mean_L = jnp.maximum(jnp.mean(load_LE, axis=1), 1e-6)
-    metrics["load"] = load_LE / mean_L[:, None]
-    metrics["load_max_over_mean"] = jnp.max(metrics["load"])
-  # Sums over tokens, with or without leading axes of stacked layers.
-  decays = [x / jnp.maximum(leaves[(*path[:-1], "sampled")], 1)[
-      ..., None, None] for path, x in leaves.items()
-            if path[-1] == "decay_sum_HK"]
-  if decays:
-    channels = jnp.concatenate([x.reshape(-1) for x in decays])
-    metrics["decay_mean"] = jnp.mean(channels)
-    metrics["decay_min"] = jnp.min(channels)
-    metrics["decay_max"] = jnp.max(channels)
-  return metrics

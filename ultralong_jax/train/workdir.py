@@ -9,6 +9,7 @@ import textwrap
 
 from ml_collections import ConfigDict
 
+from ultralong_jax.layers import balance
 from ultralong_jax.models import hybrid
 from ultralong_jax.train.check import Refusal
 
@@ -16,6 +17,7 @@ from ultralong_jax.train.check import Refusal
 # computed. (data.path may move; the data's own fingerprint is compared.)
 HARMLESS = ("log", "checkpoint", "evaluate", "data.path", "model.remat",
             "model.implementation")
+NO_LEAVES = ("parent", "name", "training")  # fields of Hybrid that are none
 
 
 def config_file(workdir) -> pathlib.Path:
@@ -30,7 +32,11 @@ def write_config(workdir, config):
 
 
 def read_config(workdir) -> ConfigDict:
-  """Returns the config that a run was started with, from its JSON alone."""
+  """Returns the config that a run was started with, from its JSON alone.
+
+  A leaf of `model` that did not exist then is set to Hybrid's default, which
+  is what the run had.
+  """
   path = config_file(workdir)
   if not path.exists():
     raise Refusal(
@@ -47,9 +53,12 @@ def _as_now(config: dict) -> dict:
   model = config["model"]
   if isinstance(model["latent_gate"], bool):
     model["latent_gate"] = "output" if model["latent_gate"] else "none"
+  if isinstance(config["balance"], str):  # two forms, and no numbers
+    model["balance"] = config["balance"]
+    config["balance"] = balance.Settings()._asdict()
   for field in dataclasses.fields(hybrid.Hybrid):
     if (field.default is not dataclasses.MISSING
-        and field.name not in ("parent", "name")):  # linen's own
+        and field.name not in NO_LEAVES):
       model.setdefault(field.name, field.default)
   config.setdefault("mtp_weight", 0.3)  # not read by those runs
   return config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from ultralong_jax.layers import balance, experts
+from ultralong_jax.layers import balance, dispatch, experts
 
 E, D, F, A = 6, 16, 12, 2
 GROUPED = [name for name in experts.IMPLEMENTATIONS if name != "dense"]
@@ -37,7 +37,7 @@ def choices(kind, tokens):
 def run(implementation, choice_XA, d_XD, *inputs):
   y_XD, vjp = jax.vjp(
       lambda x_XD, weight_XA, *w: experts.mix(
-          x_XD, *w, choice_XA, weight_XA, "situ", implementation), *inputs)
+          x_XD, *w, choice_XA, weight_XA, "situ", implementation)[0], *inputs)
   return y_XD, *vjp(d_XD)
 
 
@@ -81,7 +81,7 @@ def test_equals_the_definition_in_bfloat16(implementation):
 @pytest.mark.parametrize("block", [8, 32])
 def test_every_pair_has_one_row_among_those_of_its_expert(block):
   choice_XA = choices("random", 45)
-  layout = jax.jit(experts.arrange, static_argnums=(1, 2))(choice_XA, E, block)
+  layout = jax.jit(dispatch.arrange, static_argnums=(1, 2))(choice_XA, E, block)
   pair_I, row_XA, size_E = map(np.asarray, layout)
   assert (size_E % block == 0).all() and len(pair_I) % block == 0
   np.testing.assert_array_equal(pair_I[row_XA.reshape(-1)], np.arange(90))
@@ -97,8 +97,8 @@ def test_block_size_changes_nothing(block):
 
   @jax.jit
   def multiply(x_XD, w_EDF, choice_XA):
-    layout = experts.arrange(choice_XA, E, block)
-    y_IF = experts.grouped_matmul(experts.dispatch(x_XD, layout), w_EDF,
+    layout = dispatch.arrange(choice_XA, E, block)
+    y_IF = experts.grouped_matmul(dispatch.to_experts(x_XD, layout), w_EDF,
                                   layout.size_E, "blocks", block)
     return y_IF[layout.row_XA]
 
@@ -110,7 +110,7 @@ def test_block_size_changes_nothing(block):
 def test_the_layout_fits_the_worst_spread():
   # Every expert one row over a whole block: the most padding there can be.
   choice_XA = np.repeat(np.arange(E), 8 + 1)[:, None]
-  layout = experts.arrange(choice_XA, E, 8)
+  layout = dispatch.arrange(choice_XA, E, 8)
   assert layout.size_E.sum() <= layout.pair_I.shape[0]
   assert np.asarray(layout.row_XA).max() < layout.pair_I.shape[0]
 

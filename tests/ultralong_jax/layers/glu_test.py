@@ -83,3 +83,26 @@ def test_gated_unit_is_two_projections_and_one_back(kind):
 def test_an_unknown_activation_is_named():
   with pytest.raises(ValueError, match="glu='relu'"):
     glu.activate("relu", jnp.ones(3), jnp.ones(3))
+
+
+def test_a_normed_input_has_mean_square_one_and_no_scale():
+  x = normal(5, 3, 4, 16) * np.float32([[[1e-2]], [[1.]], [[1e3]]])
+  y = glu.normalize_input(x, 1e-12)
+  np.testing.assert_allclose(
+      y, x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True)), rtol=1e-4)
+  assert glu.normalize_input(x.astype(jnp.bfloat16), 1e-5).dtype == (
+      jnp.bfloat16)
+  assert np.isfinite(jax.grad(lambda x: jnp.sum(glu.normalize_input(
+      x, 1e-5)))(jnp.zeros(4))).all()
+
+
+def test_a_unit_with_input_norm_is_the_unit_of_the_normed_input():
+  plain, normed = glu.GatedUnit(24), glu.GatedUnit(24, input_norm=True)
+  x_BTD = 50 * normal(6, 2, 5, 16)
+  variables = plain.init(jax.random.key(7), x_BTD)
+  y_BTD = normed.apply(variables, x_BTD)
+  np.testing.assert_allclose(
+      y_BTD, plain.apply(variables, glu.normalize_input(x_BTD, 1e-5)),
+      rtol=1e-5)
+  np.testing.assert_allclose(y_BTD, normed.apply(variables, 3 * x_BTD),
+                             rtol=1e-3)

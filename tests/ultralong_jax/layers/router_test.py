@@ -116,3 +116,28 @@ def test_weights_without_renormalisation_are_scores():
   np.testing.assert_allclose(
       router.weights(s_XE, choice_XA, 2.5, renormalize=False), 2.5 * chosen,
       rtol=1e-6)
+
+
+def test_noise_keeps_scores_between_their_bounds_and_has_no_gradient():
+  logits_XE = jnp.asarray(np.random.default_rng(2).normal(size=(300, 40)),
+                          jnp.float32)
+  key = jax.random.key(0)
+  s_XE = router.disturbed_scores(logits_XE, .5, key)
+  assert 0 < s_XE.min() and s_XE.max() < 1
+  noise_XE = np.log(s_XE / (1 - s_XE)) - logits_XE
+  assert abs(noise_XE.std() - .5) < .02 and abs(noise_XE.mean()) < .02
+  np.testing.assert_array_equal(
+      s_XE, router.disturbed_scores(logits_XE, .5, key))
+  assert np.any(s_XE != router.disturbed_scores(logits_XE, .5,
+                                                jax.random.key(1)))
+  assert not jax.grad(lambda x: jnp.sum(
+      router.disturbed_scores(x, .5, key)))(logits_XE).any()
+
+
+def test_soft_assignment_sums_to_the_scale_and_survives_large_logits():
+  logits_XE = 1e4 * some_scores()
+  choice_XA, _ = router.choose(some_scores(), jnp.zeros(10), 4)
+  weight_XA, vjp = jax.vjp(
+      lambda x: router.soft_assignment(x, choice_XA, 2.5), logits_XE)
+  np.testing.assert_allclose(weight_XA.sum(1), 2.5, rtol=1e-5)
+  assert np.isfinite(vjp(weight_XA)[0]).all()

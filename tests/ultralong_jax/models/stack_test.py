@@ -183,3 +183,53 @@ def test_backward_memory_is_that_of_plain_residuals_and_two_lists():
   # has 9 and 17 lists instead.
   assert more[8] < 2 * 9 + 8
   assert more[16] - more[8] < 2.3 * 8
+
+
+class Noise(nn.Module):
+  """Stands for experts that draw: what it draws is what it adds."""
+
+  @nn.compact
+  def __call__(self, x_BTD, real_BT):
+    scale_11D = self.param("scale_11D", nn.initializers.ones,
+                           (1, 1, x_BTD.shape[-1]))
+    self.variable("router", "unused", lambda: jnp.float32(0))
+    if not self.has_rng("noise"):  # to make the variables
+      return x_BTD * scale_11D
+    noise_BTD = jax.random.normal(self.make_rng("noise"), x_BTD.shape)
+    self.sow("statistics", "noise_D", noise_BTD[0, 0])
+    return jnp.sin(scale_11D * noise_BTD)
+
+
+# A scan of blocks, and a scan of layers inside a block.
+@pytest.mark.parametrize("block_layers", [1, 3])
+def test_every_layer_draws_noise_of_its_own_and_keeps_it(block_layers):
+  plan = depth_plan.plan("d", layers=3, dense_layers=0,
+                         block_layers=block_layers)
+  module = make(plan)
+  module = module.clone(parts=module.parts._replace(experts=Noise))
+  x_BTD, tokens = inputs()
+  variables = settled(module, x_BTD, tokens, None)
+
+  @jax.jit
+  def run(params, key):
+    def loss(params):
+      (y_BTD, _), written = module.apply(
+          {**variables, "params": params}, x_BTD, tokens, None,
+          mutable=["statistics"], rngs={"noise": key})
+      return jnp.sum(y_BTD ** 2), written["statistics"]
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+  params, key = variables["params"], jax.random.key(3)
+  (_, statistics), d = run(params, key)
+  drawn_LD = jax.tree.leaves(statistics)[0].reshape(-1, D)
+  assert len({float(x) for x in drawn_LD[:, 0]}) == 3
+  chex.assert_trees_all_equal(run(params, key)[0][1], statistics)
+  other = run(params, jax.random.key(4))[0][1]
+  assert not jnp.any(jax.tree.leaves(other)[0].reshape(-1, D) == drawn_LD)
+  # Where layers are recomputed, and in blocks' own backward pass, the noise is
+  # that of the forward pass: the slope along the gradient says so.
+  ahead, behind = (run(jax.tree.map(lambda p, g: p + h * g, params, d),
+                       key)[0][0] for h in (1e-4, -1e-4))
+  square = sum(jnp.sum(g * g) for g in jax.tree.leaves(d))
+  assert (ahead - behind) / 2e-4 == pytest.approx(
+      float(square), rel=.02)

@@ -36,7 +36,9 @@ def test_a_config_from_before_the_switches_is_the_same_model():
   for name in ("gate_rank", "routed_renormalize", "expert_groups",
                "expert_groups_per_token", "tied_embedding", "fusion",
                "position", "rope_base", "rope_scaling", "rope_factor",
-               "rope_context", "mtp"):
+               "rope_context", "mtp", "router", "routing_width",
+               "router_similarity", "router_noise", "capacity_factor",
+               "balance", "expert_activations", "glu_input_norm"):
     del old[name]
   assert hybrid.Hybrid(**old) == hybrid.Hybrid(**common.model())
 
@@ -78,9 +80,14 @@ def test_positions_have_no_parameters():
 
 
 def test_new_parameters_have_an_optimizer():
-  params = {name: jnp.zeros(shape)
-            for name, shape in shapes(build(gate_rank=3)).items()}
+  model = build(gate_rank=3, router="prototype", dense_layers=0)
+  params = {name: jnp.zeros(shape) for name, shape in shapes(model).items()}
   optim.make(common.get_config().optim, params, 100).init(params)
+  # No centre is drawn to the origin.
+  for name, group in tree.map_named(lambda n, _: optim.group(n),
+                                    params).items():
+    if name.endswith(("prototype_ER", "temperature")):
+      assert group.optimizer == "adamw" and not group.decay
 
 
 @pytest.mark.parametrize("pattern, traced", [("dddm" * 6 + "ddm", 9),

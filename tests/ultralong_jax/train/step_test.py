@@ -30,14 +30,20 @@ class Toy(nn.Module):
 
   Attributes:
     experts_per_token: of four.
+    balance, router_noise, training: of Hybrid.
   """
   experts_per_token: int = 2
+  balance: str = "quantile"
+  router_noise: float = 0.
+  training: bool = False
 
   def setup(self):
     normal = nn.initializers.normal(0.1)
     self.w_embed_WD = self.param("w_embed_WD", normal, (VOCAB, 16))
     self.w_unembed_DW = self.param("w_unembed_DW", normal, (16, VOCAB))
-    self.experts = experts.LatentExperts(4, self.experts_per_token, hidden=8)
+    self.experts = experts.LatentExperts(
+        4, self.experts_per_token, hidden=8, balance=self.balance,
+        noise=self.router_noise, training=self.training)
 
   def __call__(self, tokens_BT):
     ones_BT = jnp.ones_like(tokens_BT)
@@ -72,13 +78,13 @@ MODELS = ["toy", pytest.param("hybrid", marks=pytest.mark.slow)]
 
 
 @functools.cache
-def parts(name="toy"):
+def parts(name="toy", optimizer="muon", **fields):
   """A state before the first step, and a function that makes steps."""
-  model = {"toy": Toy, "hybrid": tiny_hybrid}[name]()
+  model = {"toy": Toy, "hybrid": tiny_hybrid}[name](**fields)
   variables = jax.jit(model.init)(jax.random.key(0),
                                   jnp.zeros((1, 1), jnp.int32))
   c = common.get_config().optim
-  c.update(dict(name="muon", lr=0.01, adam_lr=0.01, warmup_steps=2))
+  c.update(dict(name=optimizer, lr=0.01, adam_lr=0.01, warmup_steps=2))
   optimizer = optim.make(c, variables["params"], steps=100)
   state = state_lib.create({"params": variables["params"],
                             "router": variables["router"]},
@@ -90,7 +96,7 @@ def parts(name="toy"):
 def compiled(accumulate, name):
   """The state, and a step whose tokens stand for 0, 1 or 2 bytes."""
   state, make = parts(name)
-  return state, jax.jit(make(accumulate=accumulate, balance="quantile",
+  return state, jax.jit(make(accumulate=accumulate,
                              byte_lengths=np.arange(VOCAB) % 3))
 
 
@@ -210,19 +216,22 @@ def test_loss_falls():
 def test_refuses_rows_that_do_not_split():
   state, make = parts()
   with pytest.raises(ValueError, match="accumulate=3.*8 rows"):
-    jax.eval_shape(make(accumulate=3, balance="none"), state, make_batch())
+    jax.eval_shape(make(accumulate=3), state, make_batch())
   with pytest.raises(ValueError, match="balance='sign'"):
-    make(accumulate=1, balance="sign")
+    step_lib.make_train_step(Toy(balance="sign"), None, 1)
+  with pytest.raises(TypeError, match="rate"):
+    make(accumulate=1, balance={"rate": 1.})
 
 
 def test_thresholds_can_stay(monkeypatch):
   def never(*_):
     raise AssertionError("thresholds moved")
   monkeypatch.setattr(step_lib.balance_lib, "update", never)
+  state, make = parts(balance="none")
+  jax.eval_shape(make(accumulate=1), state, make_batch())
   state, make = parts()
-  jax.eval_shape(make(accumulate=1, balance="none"), state, make_batch())
   with pytest.raises(AssertionError, match="thresholds moved"):
-    jax.eval_shape(make(accumulate=1, balance="quantile"), state, make_batch())
+    jax.eval_shape(make(accumulate=1), state, make_batch())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -250,8 +259,7 @@ def compare_devices(name):
     state, make = parts(name)
     state = jax.device_put(state, whole)
     rows = jax.device_put(batch, sharding.rows(mesh))
-    train_step = jax.jit(make(accumulate=2, balance="quantile"),
-                         out_shardings=whole)
+    train_step = jax.jit(make(accumulate=2), out_shardings=whole)
     for _ in range(2):
       state, metrics = train_step(state, rows)
     results.append(jax.device_get((state.params, state.router, metrics)))

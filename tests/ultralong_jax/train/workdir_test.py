@@ -78,6 +78,21 @@ def test_config_of_another_version_is_refused(tmp_path):
     workdir.adopt(tmp_path, config, allow_change=False)
 
 
+@pytest.mark.parametrize("balance", ["quantile", "none"])
+def test_config_from_before_a_leaf_has_what_it_had_then(tmp_path, balance):
+  config = common.get_config()
+  old = config.to_dict()
+  old["balance"] = balance  # a name, before the forms had numbers
+  for leaf in ("balance", "router", "routing_width", "gate_rank",
+               "tied_embedding"):
+    del old["model"][leaf]
+  workdir.config_file(tmp_path).write_text(json.dumps(old))
+  config.model.balance = balance
+  assert workdir.read_config(tmp_path).to_dict() == config.to_dict()
+  check.check(workdir.read_config(tmp_path))
+  workdir.adopt(tmp_path, config, allow_change=False)
+
+
 def test_summary_shows_what_differs_from_the_base():
   config = common.get_config()
   assert workdir.summary(config) == "config: as in the base"
