@@ -1,8 +1,11 @@
-"""Switches of released models: what each changes, and that off changes nothing.
+"""Switches: what those of released models change, and that all go together.
 
-That a split and a cache give the same with all of them on is shown in
+That a split and a cache give the same with all of the former on is shown in
 tests/ultralong_jax/interop, on a released model.
 """
+import itertools
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +41,8 @@ def test_a_config_from_before_the_switches_is_the_same_model():
                "position", "rope_base", "rope_scaling", "rope_factor",
                "rope_context", "mtp", "router", "routing_width",
                "router_similarity", "router_noise", "capacity_factor",
-               "balance", "expert_activations", "glu_input_norm"):
+               "balance", "expert_activations", "glu_input_norm",
+               "injection_stride", "injection_span", "share"):
     del old[name]
   assert hybrid.Hybrid(**old) == hybrid.Hybrid(**common.model())
 
@@ -99,3 +103,139 @@ def test_an_irregular_end_still_scans(pattern, traced):
   assert len(set(depth_plan.layer_paths(plan))) == 27
   kinds = "".join(layer.kind for layer in depth_plan.all_layers(plan))
   assert kinds == (pattern * 27)[:27]
+
+
+# Each line is a switch with its forms: what they change in a model's fields.
+# A new one is one more line; `ROWS` then grows by itself.
+SWITCHES = {
+    "pattern": [{"pattern": x} for x in ("dm", "mf", "fd")],
+    "depth": [{"depth": x} for x in ("block_attention", "residual")],
+    "block_layers": [{"block_layers": x} for x in (2, 4)],
+    "injection": [{}, {"injection_stride": 1, "injection_span": 1},
+                  {"injection_stride": 3, "injection_span": 2}],
+    "share": [{"share": x} for x in ("none", "latent", "gates",
+                                     "latent+gates")],
+    "fusion": [{"fusion": x} for x in ("token", "head", "layer")],
+    "latent_gate": [{"latent_gate": x} for x in ("output", "latent", "none")],
+    "position": [{}, {"position": "rope"},
+                 {"position": "rope", "rope_scaling": "linear",
+                  "rope_factor": 2.},
+                 {"position": "rope", "rope_scaling": "yarn",
+                  "rope_factor": 4., "rope_context": 16}],
+    "query_rank": [{"query_rank": x} for x in (0, 5)],
+    "gate_rank": [{"gate_rank": x} for x in (0, 3)],
+    "floor": [{"floor": x} for x in (-5., None)],
+    "glu": [{"glu": x} for x in ("situ", "swiglu")],
+    "dense_layers": [{"dense_layers": x} for x in (1, 0, 4)],
+    "expert_latent": [{"expert_latent": x} for x in (0, 8)],
+    "shared_experts": [{"shared_experts": x} for x in (1, 0)],
+    "routed": [{}, {"routed_renormalize": False, "routed_scale": 2.}],
+    "expert_groups": [{}, {"expert_groups": 2, "expert_groups_per_token": 1}],
+    "tied_embedding": [{"tied_embedding": x} for x in (False, True)],
+    "mtp": [{"mtp": x} for x in (False, True)],
+    "remat": [{"remat": x} for x in ("none", "layer")],
+    "dtype": [{"dtype": x} for x in ("float32", "bfloat16")],
+}
+
+
+def pairs_of(row):
+  """All pairs of (switch, number of its form) that a row has."""
+  return set(itertools.combinations(sorted(row.items()), 2))
+
+
+def covering_rows(switches, tries=10):
+  """Rows of one form for each switch, in which every pair of forms meets.
+
+  Greedy: of `tries` rows, each begun with a pair that is missing and completed
+  switch by switch by what covers most, the one with most new pairs is taken.
+  """
+  rng = random.Random(0)
+  missing = set()
+  for one, other in itertools.combinations(sorted(switches), 2):
+    missing |= set(itertools.product(
+        [(one, n) for n in range(len(switches[one]))],
+        [(other, n) for n in range(len(switches[other]))]))
+  rows = []
+  while missing:
+    best = {}
+    for _ in range(tries):
+      row = dict(rng.choice(sorted(missing)))
+      rest = [name for name in switches if name not in row]
+      for name in rng.sample(rest, len(rest)):
+        forms = range(len(switches[name]))
+        row[name] = max(
+            rng.sample(forms, len(forms)),
+            key=lambda n: len(missing & {tuple(sorted((item, (name, n))))
+                                         for item in row.items()}))
+      if len(missing & pairs_of(row)) > len(missing & pairs_of(best)):
+        best = row
+    missing -= pairs_of(best)
+    rows.append(best)
+  return rows
+
+
+ROWS = covering_rows(SWITCHES)
+
+
+def test_every_pair_of_forms_meets():
+  for one, other in itertools.combinations(SWITCHES, 2):
+    met = {(row[one], row[other]) for row in ROWS}
+    assert len(met) == len(SWITCHES[one]) * len(SWITCHES[other])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_switches_go_together(number):
+  """About eight minutes together on a core of a slow machine."""
+  fields = dict(width=8, layers=4, heads=2, key_width=4, value_width=4,
+                latent_key_width=4, latent_shared_width=4,
+                latent_value_width=4, latent_rank=6, dense_hidden=8,
+                experts=4, experts_per_token=1, expert_hidden=4)
+  for name, n in ROWS[number].items():
+    fields.update(SWITCHES[name][n])
+  model = build(**fields)
+  documents_BT = jnp.asarray([[1] * 3 + [2] * 7, [1] * 8 + [0] * 2])
+  tokens_BT = jnp.arange(20).reshape(2, 10) * 7 % 24
+  rng = np.random.default_rng(0)
+  variables = jax.tree.map(
+      lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype),
+      jax.eval_shape(model.init, jax.random.key(0), tokens_BT))
+
+  def run(params, tokens_BT, documents_BT, states):
+    """Hidden states of all that predicts, and the state of each."""
+    def outputs(model):
+      hidden_BTD, own = model.features(tokens_BT, documents_BT, None,
+                                       states[0])
+      if not model.mtp:
+        return (hidden_BTD,), (own, None)
+      ahead_BTD, draft = model.draft(hidden_BTD, (tokens_BT * 5 + 1) % 24,
+                                     documents_BT, None, states[1])
+      return (hidden_BTD, ahead_BTD), (own, draft)
+    return model.apply({**variables, "params": params}, method=outputs)
+
+  def real(x_BTD):
+    return jnp.where(documents_BT[..., None] > 0, x_BTD, 0)
+
+  def loss(params):
+    hidden, _ = run(params, tokens_BT, documents_BT, (None, None))
+    hidden = jax.tree.map(real, hidden)
+    return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in hidden), hidden
+
+  grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
+  (_, whole), grads = grad(variables["params"])
+  for name, leaf in tree.named_leaves(grads).items():
+    assert jnp.isfinite(leaf).all(), name
+  assert all(x.dtype == model.dtype for x in whole)
+
+  states = (hybrid.empty_state(model, 2, 10),
+            hybrid.empty_draft_state(model, 2, 10) if model.mtp else None)
+  step, parts = jax.jit(run), []
+  for part in (slice(0, 5), slice(5, 10)):
+    hidden, states = step(variables["params"], tokens_BT[:, part],
+                          documents_BT[:, part], states)
+    parts.append(hidden)
+  for one, *halves in zip(whole, *parts):
+    split = real(jnp.concatenate(halves, 1))
+    assert jnp.isfinite(split).all()
+    if model.dtype == "float32":  # rounding to bfloat16 moves tokens to others
+      np.testing.assert_allclose(split, one, atol=2e-4)
