@@ -49,7 +49,8 @@ def tiny_hybrid_params(**changes):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(pattern="f", latent_gate="latent")], ids=str)
+    dict(), dict(pattern="f", latent_gate="latent", injection_stride=2)],
+    ids=str)
 def test_every_parameter_of_the_model_has_a_group(changes):
   params = tiny_hybrid_params(**changes)
   optim.make(config(), params, steps=100)

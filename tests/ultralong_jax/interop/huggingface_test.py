@@ -121,9 +121,11 @@ def test_says_which_field_has_no_counterpart(change, says):
 
 
 def test_refuses_to_export_another_architecture(tmp_path):
-  m = model_of(SMALL).clone(floor=-5.0, latent_gate="output", pattern="f")
-  with pytest.raises(huggingface.Refusal,
-                     match="(?s)floor=-5.*latent_gate.*pattern='f'"):
+  m = model_of(SMALL).clone(floor=-5.0, latent_gate="output", pattern="f",
+                            share="latent", injection_stride=2)
+  with pytest.raises(
+      huggingface.Refusal,
+      match="(?s)floor=-5.*latent_gate.*injection.*share.*pattern='f'"):
     huggingface.write(tmp_path / "x", m, {})
 
 
