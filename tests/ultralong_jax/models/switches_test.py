@@ -186,7 +186,7 @@ def test_every_pair_of_forms_meets():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_switches_go_together(number):
-  """About eight minutes together on a core of a slow machine."""
+  """A minute each while other jobs share two slow cores."""
   fields = dict(width=8, layers=4, heads=2, key_width=4, value_width=4,
                 latent_key_width=4, latent_shared_width=4,
                 latent_value_width=4, latent_rank=6, dense_hidden=8,
