@@ -114,6 +114,18 @@ def model():
   c.tied_embedding = False  # the unembedding is the embedding
   c.mtp = False  # one more layer predicts the token after the next
 
+  # Images; what follows "none" is not looked at then.
+  c.vision = "none"  # "tower" of attention, or "direct", a linear map
+  c.vision_patch = 4  # pixels along a patch's side
+  c.vision_channels = 1  # values of a pixel: 1 grey, 3 colour
+  c.vision_merge = 2  # patches along a side that become one token
+  c.vision_grid = 16  # cells along each side of the table of positions
+  c.vision_layers = 2  # of the tower, and so the rest
+  c.vision_width = 96
+  c.vision_heads = 3
+  c.vision_key_width = 32  # of one head
+  c.vision_hidden = 256
+
   # How it runs; neither changes the function.
   c.remat = "none"  # "layer" recomputes each layer in the backward pass
   c.dtype = "float32"  # of compute; parameters are float32 always
@@ -135,14 +147,31 @@ def balance():
   return c
 
 
+def published_tower():
+  """Returns the leaves of `model` of the published tower, 401M parameters.
+
+  With its projector; the decoder decides that one's width.
+  """
+  return dict(
+      vision="tower", vision_patch=14, vision_channels=3, vision_merge=2,
+      vision_grid=64, vision_layers=27, vision_width=1_024, vision_heads=12,
+      vision_key_width=128, vision_hidden=4_096)
+
+
 def data():
   """Returns what data.loader.open_data reads."""
   c = ConfigDict()
+  # Or, with images: "interleaved" (JSON lines of your own under data.path),
+  # "digits", "pages", "reading" (both of them, between text of data.path).
+  c.source = "text"
   c.path = ""  # folder or glob of UTF-8 text; "": Python's standard library
   c.tokenizer = "byte"  # or a tokenizers JSON file
   c.validation_fraction = 0.05  # of the documents, chosen by their hash
   c.validation_bytes = 262_144  # of the validation slice
   c.validation_context = 2_048  # tokens in a row of it
+  c.patches = 0  # of images in a row; 0 without images
+  c.image_pixels = 16_384  # of one image; larger ones are shrunk
+  c.decoded_pixels = 50_000_000  # of a file; larger ones are not decoded
   return c
 
 

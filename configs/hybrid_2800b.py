@@ -4,15 +4,15 @@ python -m ultralong_jax.main --config configs/hybrid_2800b.py:tiny \
     --workdir runs/hybrid_tiny
 
 93 layers, 896 experts of which a token takes 16, a latent of 3,584, depth
-blocks of 12 layers; without its vision tower. Rates, batch and token count of
-the original are not published.
+blocks of 12 layers; `:vision` adds its tower for images. Rates, batch and
+token count of the original are not published.
 """
 from configs import common
 
 
 def get_config(arg=None):
   """Returns the config; `:tiny` has the same forms at CPU size."""
-  arg = common.parse_arg(arg, tiny=False)
+  arg = common.parse_arg(arg, tiny=False, vision=False)
   c = common.get_config()
   m = c.model
   if arg.tiny:
@@ -47,4 +47,6 @@ def get_config(arg=None):
   m.remat = "layer"
   m.dtype = "bfloat16"
   c.optim.warmup_steps = 10
+  if arg.vision:
+    m.update(common.published_tower())
   return c

@@ -8,13 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
+import numpy as np
+from PIL import Image
 
+from ultralong_jax.data import images
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.interop import huggingface
 from ultralong_jax.models import hybrid
+from ultralong_jax.models import vision
 from ultralong_jax.serve import decode
 from ultralong_jax.train import validate
 from ultralong_jax.train import workdir as workdir_lib
+
+# What a prompt that is not token ids consists of.
+PIECES = (str, Image.Image, np.ndarray, pathlib.Path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,30 +58,54 @@ class Loaded:
                        "document is tokens[None]")
     return _logits(self.model, self.variables, tokens_BT)
 
-  def generate(self, prompt: str | list[int], max_new_tokens: int = 64,
+  def generate(self, prompt: str | list, max_new_tokens: int = 64,
                temperature: float = 0., seed: int = 0) -> str | list[int]:
     """Returns what follows `prompt`, without it: text for text, ids for ids.
 
     Args:
       prompt: beginning of a document, may be empty; or its token ids, bos
-        included if there is one.
+        included if there is one; or texts and images in their order, such as
+        ["What is this? ", PIL.Image.open("a.png"), " It is "]. An image is
+        one of PIL, a uint8 array [H, W] or [H, W, 3], or a pathlib.Path.
       max_new_tokens: most tokens that are added; ends early at a document's
         end.
       temperature: of sampling; 0 takes the likeliest token.
       seed: of sampling.
     """
-    tokenizer, ids = self.tokenizer, prompt
-    if isinstance(prompt, str):
-      if tokenizer is None:
-        raise huggingface.Refusal(
-            "this checkpoint has no tokenizer.json, so it reads no text; put "
-            "one into its folder, or give token ids")
-      start = [] if tokenizer.bos is None else [tokenizer.bos]
-      ids = start + tokenizer.encode(prompt)
+    pieces = [prompt] if isinstance(prompt, str) else prompt
+    is_ids = not any(isinstance(x, PIECES) for x in pieces)
+    ids, seen = (pieces, {}) if is_ids else self._read(pieces)
     new, = decode.generate(
         self.model, self.variables, [ids], max_new_tokens, temperature,
-        jax.random.key(seed), eos=self._eos())
-    return tokenizer.decode(new) if isinstance(prompt, str) else new
+        jax.random.key(seed), eos=self._eos(), **seen)
+    return new if is_ids else self.tokenizer.decode(new)
+
+  def _read(self, pieces):
+    """Returns the ids of texts and images, and what decode has of these."""
+    tokenizer, form = self.tokenizer, images.form(self.config)
+    if tokenizer is None:
+      raise huggingface.Refusal(
+          "this checkpoint has no tokenizer.json, so it reads no text; put "
+          "one into its folder, or give token ids")
+    ids = [] if tokenizer.bos is None else [tokenizer.bos]
+    index, pictures, shown = [-1] * len(ids), [], 0
+    for piece in pieces:
+      if isinstance(piece, str):
+        part = tokenizer.encode(piece)
+        index += [-1] * len(part)
+      elif form is None:
+        raise ValueError('this model reads no images: model.vision is "none"')
+      else:
+        pictures.append(images.load(piece, form))
+        tokens = pictures[-1].size // (form.unit**2 * form.channels)
+        part = [tokenizer.media] * tokens
+        index += range(shown, shown + tokens)
+        shown += tokens
+      ids += part
+    if not pictures:
+      return ids, {}
+    packed = vision.images_of(images.pack([pictures], form))
+    return ids, {"images": packed, "index": [index]}
 
   def _eos(self):
     if "hub" not in self.config:

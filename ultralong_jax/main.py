@@ -1,4 +1,5 @@
 """Command line: flags -> config -> train, evaluate, generate, exchange."""
+import pathlib
 import shlex
 import sys
 
@@ -33,6 +34,8 @@ HF = flags.DEFINE_string(
 HF_DTYPE = flags.DEFINE_enum(
     "hf_dtype", "float32", ["float32", "bfloat16"],
     "Of the matrices that export_hf writes.")
+IMAGE = flags.DEFINE_string(
+    "image", None, "PNG or JPEG that generate shows before the prompt.")
 PROMPT = flags.DEFINE_string("prompt", "def ", "Where generate starts.")
 MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 200, "Tokens that generate adds.", lower_bound=1)
@@ -84,8 +87,9 @@ def evaluate() -> int:
 
 def generate() -> int:
   saved_config()
+  image = [] if IMAGE.value is None else [pathlib.Path(IMAGE.value)]
   text = ultralong_jax.load(WORKDIR.value).generate(
-      PROMPT.value, max_new_tokens=MAX_NEW_TOKENS.value,
+      [*image, PROMPT.value], max_new_tokens=MAX_NEW_TOKENS.value,
       temperature=TEMPERATURE.value)
   print(PROMPT.value + text)
   return 0

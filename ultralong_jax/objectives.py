@@ -34,6 +34,20 @@ def next_token_loss(hidden_BTD, w_DW, targets_BT, weights_BT):
   return _nats(hidden_BTD, w_DW, targets_BT, weights_BT), jnp.sum(weights_BT)
 
 
+def likeliest(hidden_BTD, w_DW):
+  """Returns the token of the largest logit, a block of logits at a time."""
+  def body(carry, block):
+    logits_BTW = jnp.einsum("BTD,DW->BTW", block[0], w_DW,
+                            preferred_element_type=jnp.float32)
+    return carry, jnp.argmax(logits_BTW, axis=-1)
+
+  tokens = hidden_BTD.shape[1]
+  w_DW = w_DW.astype(hidden_BTD.dtype)
+  blocks = block_count(*hidden_BTD.shape[:2], w_DW.shape[1])
+  arrays = [_to_blocks(hidden_BTD, blocks)]
+  return _from_blocks(_over_blocks(body, None, arrays)[1], tokens)
+
+
 def block_count(batch: int, tokens: int, vocab: int) -> int:
   """Returns into how many blocks along T the loss is split."""
   block = max(BLOCK_ELEMENTS // vocab, BLOCK_MIN_TOKENS) // batch

@@ -15,6 +15,7 @@ from ultralong_jax import tree
 # scan) is not part of a name.
 VECTORS = (
     (r"w_embed_WD|w_unembed_DW", True),  # rows are tokens: no spectral norm
+    (r"w_position_[A-Z]+", True),  # rows are places, likewise
     (r"w_router_\w+", True),  # scores are read one by one (top-k)
     (r"w_fusion_\w+", True),  # two logits of which one would do: rank one
     (r"prototype_ER|temperature", False),  # centres: not drawn to the origin

@@ -30,6 +30,13 @@ def test_hybrid_2800b():
   assert int(active / 1e7) / 100 == 104.18  # billions
 
 
+def test_hybrid_2800b_with_its_tower():
+  total, _ = counts(config_of("hybrid_2800b", "vision"))
+  text, _ = counts(config_of("hybrid_2800b"))
+  tower, projector, last_norm = 401_214_464, 46_137_344, 7_168
+  assert total - text == tower + projector + last_norm
+
+
 def test_kimi_linear_48b():
   """Against the sum over its published config, term by term."""
   width, heads, value, rank, vocab = 2_304, 32, 128, 512, 163_840

@@ -49,8 +49,8 @@ def tiny_hybrid_params(**changes):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(pattern="f", latent_gate="latent", injection_stride=2)],
-    ids=str)
+    dict(), dict(pattern="f", latent_gate="latent", injection_stride=2),
+    dict(vision="tower"), dict(vision="direct")], ids=str)
 def test_every_parameter_of_the_model_has_a_group(changes):
   params = tiny_hybrid_params(**changes)
   optim.make(config(), params, steps=100)
@@ -58,7 +58,7 @@ def test_every_parameter_of_the_model_has_a_group(changes):
   muon = {n for n, g in groups.items() if g.optimizer == "muon"}
   assert muon and all(n.rpartition("/")[2].startswith("w_") for n in muon)
   assert not any(part in n for n in muon
-                 for part in ("router", "embed", "fusion"))
+                 for part in ("router", "embed", "fusion", "position"))
   # What is not a matrix is not decayed.
   assert all(g.decay == n.rpartition("/")[2].startswith("w_")
              for n, g in groups.items())

@@ -5,6 +5,8 @@ import tempfile
 from absl import logging
 import numpy as np
 
+from ultralong_jax.data import packing
+
 # Texts are encoded in parts of this size, which bounds the memory it takes.
 PART_BYTES = 2**22
 
@@ -17,7 +19,9 @@ class Encoded:
 
   Attributes:
     lengths: int64, number of pairs of each document.
+    fingerprint: what rows depend on besides documents and tokenizer.
   """
+  fingerprint = {}
 
   def __init__(self, documents, tokenizer):
     self._tokenizer = tokenizer
@@ -31,6 +35,18 @@ class Encoded:
       self._ids = lambda d, start, stop: flat[
           offsets[d] + start:min(offsets[d] + stop, offsets[d + 1])]
     self.lengths = self._counts + documents.whole
+
+  def plan(self, context, seed):
+    """Returns the `packing.Plan` of rows of `context` tokens."""
+    return packing.plan(self.lengths, context, seed)
+
+  def blank(self, context):
+    """Returns what else a row holds: nothing. See `interleave.Encoded`."""
+    del context
+    return {}
+
+  def finish(self, row, at, document, start, length):
+    """Adds what else a piece of a row has: nothing."""
 
   def read(self, document, start, length):
     """Returns tokens start to start + length, the last one included.

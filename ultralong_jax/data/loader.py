@@ -8,44 +8,58 @@ import grain
 import numpy as np
 
 from ultralong_jax.data import encoded
+from ultralong_jax.data import interleave
 from ultralong_jax.data import packing
+from ultralong_jax.data import reading
 from ultralong_jax.data import sources
 
 # Batches made ahead by one thread. More would only delay a stop.
 AHEAD = 4
 
 
-def open_data(config, tokenizer, *, context, batch, seed, split="train"):
+def open_data(config, tokenizer, *, context, batch, seed, split="train",
+              form=None):
   """Opens one split of the documents that `config` names.
 
   Validation is finite, in a fixed order, and depends neither on the seed nor
   on the context of training, so that a figure means the same in every run.
 
   Args:
-    config: leaves path, validation_fraction, validation_bytes and
+    config: leaves source, path, validation_fraction, validation_bytes and
       validation_context (`config.data`).
     tokenizer: see `tokenizer.load`.
     context: tokens of a training row; validation takes validation_context.
     batch: rows of a global batch.
     seed: order of the training rows.
     split: "train" or "validation".
+    form: an `images.Form`; what sources with pictures make of them.
   """
   if split not in ("train", "validation"):
     raise ValueError(f"{split=} must be 'train' or 'validation'")
-  documents = sources.open_documents(config.path)
-  train, validation = sources.split(documents, config.validation_fraction)
+  if config.source == "text":
+    documents = sources.open_documents(config.path)
+    train, validation = sources.split(documents, config.validation_fraction)
+    encode = functools.partial(encoded.Encoded, tokenizer=tokenizer)
+  else:
+    train, validation = reading.open_splits(config, form)
+    encode = functools.partial(interleave.Encoded, tokenizer=tokenizer,
+                               form=form)
   if split == "train":
-    return Data(train, tokenizer, context=context, batch=batch, seed=seed,
-                endless=True)
-  validation = sources.sample(validation, config.validation_bytes,
-                              config.validation_context)
+    return Data(train, encode(train), tokenizer, context=context, batch=batch,
+                seed=seed, endless=True)
+  if config.source == "text":
+    validation = sources.sample(validation, config.validation_bytes,
+                                config.validation_context)
+  else:
+    validation = interleave.beginning(validation, config.validation_bytes)
   if not len(validation):
     raise ValueError(
         "nothing to validate on: data.validation_fraction="
         f"{config.validation_fraction} and data.validation_bytes="
         f"{config.validation_bytes} must both be above 0")
-  return Data(validation, tokenizer, context=config.validation_context,
-              batch=batch, seed=0, endless=False)
+  return Data(validation, encode(validation), tokenizer,
+              context=config.validation_context, batch=batch, seed=0,
+              endless=False)
 
 
 class Data:
@@ -61,7 +75,8 @@ class Data:
     fingerprint: dict for JSON; what the order of rows depends on.
   """
 
-  def __init__(self, documents, tokenizer, *, context, batch, seed, endless):
+  def __init__(self, documents, encoded, tokenizer, *, context, batch, seed,
+               endless):
     if batch < 1:
       raise ValueError(f"{batch=} must be at least 1")
     self.documents = documents
@@ -70,8 +85,8 @@ class Data:
     self._seed = seed
     self._endless = endless
     self._pad = tokenizer.pad
-    self._encoded = encoded.Encoded(documents, tokenizer)
-    self._plan = packing.plan(self._encoded.lengths, context, seed)
+    self._encoded = encoded
+    self._plan = encoded.plan(context, seed)
     self.bytes = documents.bytes
     self.rows_per_epoch = self._plan.rows
     self.targets_per_epoch = int(self._encoded.lengths.sum())
@@ -81,7 +96,8 @@ class Data:
         "files": documents.digest, "documents": len(documents),
         "bytes": documents.bytes, "seed": seed, "context": context,
         "batch": batch, "tokenizer": tokenizer.fingerprint,
-        "grain": grain.__version__, "packing": packing.VERSION}
+        "grain": grain.__version__, "packing": packing.VERSION,
+        **encoded.fingerprint}
     # An epoch's order is computed when its first row is asked for.
     self._order = functools.lru_cache(maxsize=2)(
         lambda epoch: packing.order(self.rows_per_epoch, seed, epoch))
@@ -133,7 +149,8 @@ class Data:
       targets: int32; the next token of the document, also where it is cut.
       segment_ids: int32; 1, 2, ... for the pieces in a row, 0 for padding.
       positions: int32; place in the piece.
-      weights: float32; 1, or 0 for padding.
+      weights: float32; 1, or 0 for padding and targets that are pictures.
+      and, of a source with pictures, those of `interleave.Encoded.blank`.
     """
     row = self._padding()
     if self._endless:
@@ -143,14 +160,15 @@ class Data:
     first, last = plan.first[index], plan.first[index + 1]
     for segment, piece in enumerate(range(first, last), 1):
       length = int(plan.length[piece])
-      ids = self._encoded.read(int(plan.document[piece]),
-                               int(plan.start[piece]), length)
+      stretch = int(plan.document[piece]), int(plan.start[piece]), length
+      ids = self._encoded.read(*stretch)
       part = slice(at, at + length)
       row["tokens"][part] = ids[:-1]
       row["targets"][part] = ids[1:]
       row["segment_ids"][part] = segment
       row["positions"][part] = np.arange(length)
       row["weights"][part] = 1
+      self._encoded.finish(row, at, *stretch)
       at += length
     return row
 
@@ -161,7 +179,8 @@ class Data:
         "targets": np.full(self.context, self._pad, np.int32),
         "segment_ids": np.zeros(self.context, np.int32),
         "positions": np.zeros(self.context, np.int32),
-        "weights": np.zeros(self.context, np.float32)}
+        "weights": np.zeros(self.context, np.float32),
+        **self._encoded.blank(self.context)}
 
   def _stack(self, indices):
     rows = [self._rows[i] if i < len(self._rows) else self._padding()

@@ -80,6 +80,27 @@ def plan(lengths, context, seed):
       first=np.searchsorted(row, np.arange(rows + 1)), context=context)
 
 
+def plan_pieces(document, start, length, media, context, limit, seed):
+  """Lays out pieces that are cut already, pictures among their tokens.
+
+  Args:
+    document, start, length: of each piece, see `Plan`.
+    media: tokens of each piece that show pictures.
+    context: tokens of a row.
+    limit: tokens of a row that show pictures; no piece has more.
+    seed: decides which pieces may meet.
+  """
+  mixed = shuffled(len(length), "pieces", seed)
+  row = _fit(length[mixed], context, media[mixed], limit)
+  by_row = np.argsort(row, kind="stable")
+  mixed, row = mixed[by_row], row[by_row]
+  rows = int(row[-1]) + 1
+  return Plan(
+      document=document[mixed].astype(np.int32), start=start[mixed],
+      length=length[mixed].astype(np.int32),
+      first=np.searchsorted(row, np.arange(rows + 1)), context=context)
+
+
 def order(rows, seed, epoch):
   """Returns the permutation in which an epoch goes through the rows."""
   return shuffled(rows, "rows", seed, epoch)
@@ -98,30 +119,37 @@ def shuffled(count, *key):
   return np.argsort(x ^ (x >> np.uint64(31)))
 
 
-def _fit(lengths, context):
+def _fit(lengths, context, media=None, limit=0):
   """Returns the row of each piece, window by window."""
+  media = np.zeros_like(lengths) if media is None else media
   row = np.zeros(len(lengths), np.int64)
   # Windows by tokens, not by pieces: a million short pieces may be few rows.
   window = (np.cumsum(lengths) - 1) // (WINDOW_ROWS * context)
   borders = np.flatnonzero(np.diff(window)) + 1
   rows = 0
   for part in np.split(np.arange(len(lengths)), borders):
-    row[part], rows = _best_fit(lengths[part], context, rows)
+    row[part], rows = _best_fit(lengths[part], context, rows, media[part],
+                                limit)
   return row
 
 
-def _best_fit(lengths, context, rows):
+def _best_fit(lengths, context, rows, media, limit):
   """Best fit, longest first; returns rows of pieces and the next free row."""
   row = np.zeros(len(lengths), np.int64)
-  sizes = lengths.tolist()
+  sizes, media = lengths.tolist(), media.tolist()
   free = []  # (free tokens, row) of rows with room, sorted
+  dark = {}  # row: tokens that may still show pictures
   for piece in np.argsort(-lengths, kind="stable").tolist():
     at = bisect.bisect_left(free, (sizes[piece], 0))
+    while at < len(free) and dark[free[at][1]] < media[piece]:
+      at += 1
     if at < len(free):
       room, row[piece] = free.pop(at)
     else:
       room, row[piece] = context, rows
+      dark[rows] = limit
       rows += 1
+    dark[int(row[piece])] -= media[piece]
     if room > sizes[piece]:
       bisect.insort(free, (room - sizes[piece], int(row[piece])))
   return row, rows

@@ -9,7 +9,7 @@ import numpy as np
 
 # Names of the special tokens, in the order of their ids. They always follow
 # the trained vocabulary, so no text can ever be read as one of them.
-SPECIALS = ("bos", "eos", "pad")
+SPECIALS = ("bos", "eos", "pad", "media")
 # The vocabulary is padded to a multiple of this: room for specials to come,
 # and whole tiles for the unembedding.
 VOCAB_MULTIPLE = 16
@@ -20,7 +20,8 @@ class Tokenizer:
 
   Attributes:
     vocab: number of ids, unused ones included.
-    bos, eos, pad: ids of the special tokens.
+    bos, eos, pad, media: ids of the special tokens; media stands where a
+      picture is.
     bytewise: whether the id of a byte is the byte itself.
     byte_lengths: int32 [vocab], bytes that an id stands for; 0 for specials.
     fingerprint: says whether two tokenizers give the same ids.
@@ -39,7 +40,8 @@ class Tokenizer:
     self.bytewise = bytewise
     self.fingerprint = fingerprint
     trained = len(pieces)
-    self.bos, self.eos, self.pad = range(trained, trained + len(SPECIALS))
+    self.bos, self.eos, self.pad, self.media = range(
+        trained, trained + len(SPECIALS))
     self.vocab = _round_up(trained + len(SPECIALS), VOCAB_MULTIPLE)
     self.byte_lengths = np.zeros(self.vocab, np.int32)
     self.byte_lengths[:trained] = [len(piece) for piece in pieces]

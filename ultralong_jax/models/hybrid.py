@@ -11,7 +11,7 @@ from ultralong_jax.layers import cross_layer, delta_attention, depth_residual
 from ultralong_jax.layers import experts, fused_attention, glu
 from ultralong_jax.layers import latent_attention, norm
 from ultralong_jax.layers import position as position_lib
-from ultralong_jax.models import depth_plan, multi_token, stack
+from ultralong_jax.models import depth_plan, multi_token, stack, vision
 
 
 @flax.struct.dataclass
@@ -78,6 +78,10 @@ class Hybrid(nn.Module):
     tied_embedding: the unembedding is the embedding, not a parameter.
     mtp: there is one more layer that predicts the token after the next, of
       the pattern's last letter and the last layer's feed-forward; see `draft`.
+    vision: how images are read, "none", "tower" or "direct".
+    vision_patch, vision_channels: pixels along a patch's side, values of one.
+    vision_merge, vision_grid, vision_layers, vision_width, vision_heads,
+      vision_key_width, vision_hidden: see `vision.Encoder`.
     training: what only training does applies: noise and capacity of experts.
       No leaf of a config; `train.step` sets it.
 
@@ -137,6 +141,16 @@ class Hybrid(nn.Module):
   injection_stride: int = 0
   injection_span: int = 1
   share: str = "none"
+  vision: str = "none"
+  vision_patch: int = 14
+  vision_channels: int = 3
+  vision_merge: int = 2
+  vision_grid: int = 64
+  vision_layers: int = 27
+  vision_width: int = 1024
+  vision_heads: int = 12
+  vision_key_width: int = 128
+  vision_hidden: int = 4096
   router: str = "hidden"
   routing_width: int = 64
   router_similarity: str = "cosine"
@@ -158,9 +172,11 @@ class Hybrid(nn.Module):
     self.final_norm = norm.RMSNorm(self.norm_epsilon)
     if self.mtp:
       self.ahead = multi_token.Ahead(self._parts(), self.ahead_plan())
+    if self.vision != "none":
+      self.images = vision.encoder_of(self)
 
   def __call__(self, tokens_BT, segment_ids_BT=None, positions_BT=None,
-               state=None):
+               state=None, seen=None):
     """Predicts each token's successor.
 
     Args:
@@ -170,13 +186,15 @@ class Hybrid(nn.Module):
         that goes on from `state` if there is one.
       positions_BT: inside the document; None: counted here.
       state: a `State`, or None when nothing precedes or follows.
+      seen: (media_BND, index_BT), embeddings of images from `see`, and which
+        of them stands at each token, -1 for text; None without images.
 
     Returns:
       logits_BTW: float32. A row that outgrew `state.capacity` is NaN.
       state: after the last real token; None for None.
     """
     hidden_BTD, state = self.features(tokens_BT, segment_ids_BT, positions_BT,
-                                      state)
+                                      state, seen)
     if self.mtp and self.is_initializing():  # makes its parameters
       self.draft(hidden_BTD, tokens_BT, segment_ids_BT, positions_BT)
     logits_BTW = jnp.einsum(
@@ -185,22 +203,30 @@ class Hybrid(nn.Module):
     return logits_BTW, state
 
   def features(self, tokens_BT, segment_ids_BT=None, positions_BT=None,
-               state=None):
+               state=None, seen=None):
     """As `__call__`, but returns what the unembedding reads: hidden_BTD."""
-    return self.decode(self.embed(tokens_BT), segment_ids_BT, positions_BT,
-                       state)
+    return self.decode(self.embed(tokens_BT, seen), segment_ids_BT,
+                       positions_BT, state)
 
-  def embed(self, tokens_BT):
-    """Returns the tokens' embeddings, NaN for ids past the vocabulary."""
-    return self.w_embed_WD.astype(self.dtype).at[tokens_BT].get(
+  def embed(self, tokens_BT, seen=None):
+    """Returns what stands at each token, NaN for ids past the vocabulary."""
+    x_BTD = self.w_embed_WD.astype(self.dtype).at[tokens_BT].get(
         mode="fill", fill_value=jnp.nan)
+    if self.vision != "none" and self.is_initializing():
+      self.see(vision.blank(self))  # makes its parameters
+    return x_BTD if seen is None else vision.place(x_BTD, seen)
+
+  def see(self, images):
+    """Encodes `vision.Images`; returns media_BND for `seen`."""
+    vision.check(self.vision)
+    return self.images(images)
 
   def decode(self, x_BTD, segment_ids_BT=None, positions_BT=None, state=None):
     """As `features`, from embeddings instead of tokens."""
     return self._run(self.stack, x_BTD, segment_ids_BT, positions_BT, state)
 
   def draft(self, hidden_BTD, next_BT, segment_ids_BT=None, positions_BT=None,
-            state=None):
+            state=None, seen=None):
     """Predicts the token after the next, by the layer that `mtp` adds.
 
     Training adds its loss. A draft model goes on from the model's own step,
@@ -215,13 +241,15 @@ class Hybrid(nn.Module):
       segment_ids_BT: as in `__call__`, of the tokens, not of those after them.
       positions_BT: likewise.
       state: of `empty_draft_state`, beside the model's own, or None.
+      seen: as in `__call__`, of the tokens after them.
 
     Returns:
       hidden_BTD: what the unembedding reads.
       state: after the last real token; None for None.
     """
-    return self._run(functools.partial(self.ahead, hidden_BTD),
-                     self.embed(next_BT), segment_ids_BT, positions_BT, state)
+    next_BTD = self.embed(next_BT, seen)
+    return self._run(functools.partial(self.ahead, hidden_BTD), next_BTD,
+                     segment_ids_BT, positions_BT, state)
 
   def _run(self, layers, x_BTD, segment_ids_BT, positions_BT, state):
     """Runs `layers`, which see documents, and carries the state on."""

@@ -22,7 +22,8 @@ CAPACITY_MIN_TOKENS = 64
 
 def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
              temperature: float = 0., rng=None, capacity: int | None = None,
-             eos: int | list[int] | None = None) -> list[list[int]]:
+             eos: int | list[int] | None = None,
+             images=None, index=None) -> list[list[int]]:
   """Continues prompts, all together; equals continuing each alone.
 
   Args:
@@ -35,6 +36,9 @@ def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
     capacity: tokens that the state has room for; None makes enough.
     eos: a row ends with this token, or one of these, which is part of the
       result.
+    images: `vision.Images` of the prompts, or None.
+    index: for each prompt, which embedding of its images stands at each of
+      its tokens, -1 for text; None without images.
 
   Returns:
     The new tokens of each prompt.
@@ -45,7 +49,8 @@ def generate(model, variables, prompts: list[list[int]], max_new_tokens: int,
   # Copied: leaves may share an array, and what is donated has to be one's own.
   state = jax.tree.map(jnp.copy,
                        hybrid.empty_state(model, len(prompts), capacity))
-  logits_BW, state = prefill(model, variables, prompts, state)
+  seen = None if images is None else (_see(model, variables, images), index)
+  logits_BW, state = prefill(model, variables, prompts, state, seen)
   new = [[] for _ in prompts]
   active_B = np.ones(len(prompts), bool)
   ends = [] if eos is None else np.ravel(eos).tolist()
@@ -86,7 +91,7 @@ def check(prompts, max_new_tokens, temperature, rng, capacity) -> int:
   return capacity
 
 
-def prefill(model, variables, tokens: list[list[int]], state):
+def prefill(model, variables, tokens: list[list[int]], state, seen=None):
   """Takes prompts into the state, segment by segment.
 
   Args:
@@ -95,6 +100,9 @@ def prefill(model, variables, tokens: list[list[int]], state):
     tokens: at least one token for each row of the state; the caller has
       checked the capacity.
     state: of `hybrid.empty_state`, or what an earlier call returned. Donated.
+    seen: (media_BND, index), embeddings of all images and, for each row,
+      which of them stands at each token, -1 for text; None without images.
+      A prompt may be cut anywhere, inside of an image too.
 
   Returns:
     logits_BW: float32, after each row's last token.
@@ -106,13 +114,17 @@ def prefill(model, variables, tokens: list[list[int]], state):
   while start < longest:
     size = min(SEGMENT_TOKENS, max(
         SEGMENT_MIN_TOKENS, 1 << (longest - start - 1).bit_length()))
-    tokens_BT = np.zeros((len(tokens), size), np.int32)
-    length_B = np.zeros(len(tokens), np.int32)
-    for row, ids in enumerate(tokens):
-      part = ids[start:start + size]
-      tokens_BT[row, :len(part)] = part
-      length_B[row] = len(part)
-    new_BW, state = _segment(model, variables, tokens_BT, length_B, state)
+    def part(rows, fill):
+      x_BT = np.full((len(rows), size), fill, np.int32)
+      for row, ids in enumerate(rows):
+        ids = ids[start:start + size]
+        x_BT[row, :len(ids)] = ids
+      return x_BT
+
+    length_B = np.clip([len(ids) - start for ids in tokens], 0, size)
+    new_BW, state = _segment(
+        model, variables, part(tokens, 0), length_B.astype(np.int32), state,
+        None if seen is None else (seen[0], part(seen[1], -1)))
     logits_BW = new_BW if logits_BW is None else jnp.where(
         length_B[:, None] > 0, new_BW, logits_BW)
     start += size
@@ -138,14 +150,19 @@ def step(model, variables, token_B, active_B, state):
                   np.asarray(active_B, np.int32), state)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _see(model, variables, images):
+  return model.apply(variables, images, method="see")
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _segment(model, variables, tokens_BT, length_B, state):
+def _segment(model, variables, tokens_BT, length_B, state, seen=None):
   """Runs the first length_B tokens of each row; logits after the last."""
   tokens = tokens_BT.shape[1]
   segment_ids_BT = jnp.arange(tokens)[None] < length_B[:, None]
   hidden_BTD, state = model.apply(
       variables, tokens_BT, segment_ids_BT.astype(jnp.int32), None, state,
-      method="features")
+      method="features", **({} if seen is None else {"seen": seen}))
   # The unembedding sees one token a row, not the whole segment.
   last_B = jnp.maximum(length_B - 1, 0)
   hidden_BD = jnp.take_along_axis(

@@ -1,7 +1,10 @@
 """Errors of a config that need no compile to be seen: check(config, ...)."""
 import ml_collections
+from PIL import Image
 
 from pallas_kernels.kda import config as kda_config
+from ultralong_jax.data import images
+from ultralong_jax.data import reading
 from ultralong_jax.layers import balance
 from ultralong_jax.layers import prototypes
 from ultralong_jax.models import depth_plan
@@ -17,7 +20,9 @@ CHOICES = {
     "model.rope_scaling": ("none", "linear", "yarn"),
     "model.share": ("none", "latent", "gates", "latent+gates"),
     "model.fusion": ("layer", "head", "token"),
+    "model.vision": ("none", "tower", "direct"),
     "model.remat": ("none", "layer"),
+    "data.source": ("text", *reading.SOURCES),
     "model.dtype": ("float32", "bfloat16"),
     "optim.name": ("muon", "adamw"),
     "optim.schedule": ("cosine", "wsd", "constant"),
@@ -29,13 +34,17 @@ COUNTS = (
     "model.heads", "model.key_width", "model.value_width",
     "model.conv_width", "model.latent_heads", "model.latent_key_width",
     "model.latent_value_width", "model.latent_rank", "model.dense_hidden",
-    "model.block_layers", "model.rope_context", "model.routing_width",
+    "model.block_layers", "model.rope_context", "model.vision_patch",
+    "model.vision_merge", "model.vision_grid", "model.vision_layers",
+    "model.vision_width", "model.vision_heads", "model.vision_key_width",
+    "model.vision_hidden", "data.image_pixels", "data.decoded_pixels",
+    "model.routing_width",
     "balance.quantile_steps", "balance.load_steps", "data.validation_bytes",
     "data.validation_context", "checkpoint.keep", "log.every_steps")
 COUNTS_OR_ZERO = (
     "model.latent_shared_width", "model.query_rank", "model.gate_rank",
     "model.dense_layers", "model.injection_stride", "model.router_noise",
-    "model.capacity_factor", "balance.load_least",
+    "model.capacity_factor", "data.patches", "balance.load_least",
     "model.expert_latent", "model.shared_experts", "optim.warmup_steps",
     "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
     "checkpoint.every_steps", "log.every_seconds")
@@ -62,7 +71,7 @@ def check(config, vocab: int = 0, devices: int = 1, processes: int = 1):
   # A leaf that is wrong alone would only confuse what is said of several.
   errors = list(_leaves(config)) or [
       *_model(config.model, vocab), *_rows(config, devices, processes),
-      *_optim(config), *_balance(config.balance)]
+      *_images(config), *_optim(config), *_balance(config.balance)]
   if errors:
     raise Refusal("this config cannot run:\n  " + "\n  ".join(errors))
 
@@ -220,6 +229,40 @@ def _balance(c):
   if c.load_low > c.load_high:
     yield (f"balance.load_low={c.load_low} exceeds balance.load_high="
            f"{c.load_high}; swap them")
+
+
+def _images(c):
+  """What images ask of the model and of the rows."""
+  if c.model.vision == "none":
+    if c.data.source != "text":
+      yield (f'data.source="{c.data.source}" has images, which model.vision='
+             '"none" does not read; set model.vision=tower')
+    return
+  form = images.form(c)
+  if form.channels not in (1, 3):
+    yield (f"model.vision_channels={form.channels}: has to be 1 (grey) or 3 "
+           "(colour)")
+  if c.model.vision == "tower" and c.model.vision_key_width % 4:
+    yield (f"model.vision_key_width={c.model.vision_key_width} is not a "
+           "multiple of 4, which turns by row and column need")
+  if form.decoded_pixels > Image.MAX_IMAGE_PIXELS:
+    yield (f"data.decoded_pixels={form.decoded_pixels} is above Pillow's own "
+           f"limit; set at most {Image.MAX_IMAGE_PIXELS}")
+  if form.pixels < form.unit**2:
+    yield (f"data.image_pixels={form.pixels} is less than one token of "
+           f"{form.unit} x {form.unit} pixels; raise it")
+  if c.data.source == "text":
+    return
+  merged = form.merge**2
+  most = form.pixels // form.unit**2
+  if form.patches % merged or form.patches < most * merged:
+    yield (f"data.patches={form.patches} has to be a multiple of {merged} and "
+           f"hold an image of data.image_pixels={form.pixels}; set at least "
+           f"{most * merged}, or lower data.image_pixels")
+  for name in ("context", "data.validation_context"):
+    if _leaf(c, name) < most:
+      yield (f"{name}={_leaf(c, name)} holds no image of data.image_pixels="
+             f"{form.pixels}, which takes {most} tokens; lower the latter")
 
 
 def _optim(c):

@@ -4,6 +4,7 @@ Counts what the mathematics needs, whatever the implementation recomputes, so
 that figures of two implementations can be compared.
 """
 import math
+import re
 
 from ultralong_jax import tree
 
@@ -21,13 +22,15 @@ PEAK = {
 }
 
 
-def train_per_token(model, params, context: int) -> float:
+def train_per_token(model, params, context: int, patches: int = 0) -> float:
   """Returns operations of a forward and a backward pass, per token.
 
   Args:
     model: Hybrid, for the sizes that no parameter shows.
     params: the tree of parameters; shapes are enough.
     context: tokens in a row; causal attention reads half of it on average.
+    patches: of images in a row. Attention among them is left out: it depends
+      on their sizes, which differ.
   """
   letters = (model.pattern * model.layers)[:model.layers]
   # A delta layer decays, reads, writes and reads again a K x V state a head.
@@ -38,11 +41,15 @@ def train_per_token(model, params, context: int) -> float:
       2 * model.latent_rank if model.latent_gate == "latent" else
       model.latent_key_width + model.latent_value_width)
   latent = 2 * model.latent_heads * latent_width * context / 2
+  text = {name: params[name] for name in params if name != "images"}
   of = {"d": delta, "m": latent, "f": delta + latent}
-  forward = (2 * active(params, model.experts, model.experts_per_token)
+  forward = (2 * active(text, model.experts, model.experts_per_token)
              + sum(of[letter] for letter in letters))
   if model.mtp:  # its parameters are counted, not the second unembedding
     forward += of[letters[-1]] + 2 * model.width * model.vocab
+  if "images" in params:
+    forward += 2 * patches / context * per_patch(params["images"],
+                                                 model.vision_merge)
   return 3 * forward  # the backward pass multiplies twice
 
 
@@ -61,6 +68,21 @@ def active(params, experts: int, experts_per_token: int) -> int:
     if suffix.startswith("E") and len(suffix) > 2:
       total += math.prod(leaf.shape) * experts_per_token // experts
     else:
+      total += math.prod(leaf.shape)
+  return total
+
+
+def per_patch(params, merge: int) -> float:
+  """Returns how many parameters of the encoder one patch is multiplied with.
+
+  The table of positions is a lookup; what comes after the merge meets
+  merge^2 patches at once.
+  """
+  total = 0.
+  for name, leaf in tree.named_leaves(params).items():
+    if re.search(r"w_in_FF|w_out_FD|w_patch_FD|projector_norm", name):
+      total += math.prod(leaf.shape) / merge**2
+    elif not name.endswith("w_position_PD"):
       total += math.prod(leaf.shape)
   return total
 

@@ -10,6 +10,7 @@ from ultralong_jax import optim
 from ultralong_jax import sharding
 from ultralong_jax import tree
 from ultralong_jax.data import baseline
+from ultralong_jax.data import images
 from ultralong_jax.data import loader
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.models import hybrid
@@ -49,7 +50,8 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
 
   # Data.
   data = loader.open_data(config.data, tokenizer, context=config.context,
-                          batch=config.batch, seed=config.seed)
+                          batch=config.batch, seed=config.seed,
+                          form=images.form(config))
   batch_shapes = {
       name: jax.ShapeDtypeStruct((config.batch, *x.shape), x.dtype,
                                  sharding=rows)
@@ -107,7 +109,8 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
   beat = baseline.bits_per_byte(data.documents, validation.documents)
 
   # Log.
-  flops_per_token = flops.train_per_token(model, shapes.params, config.context)
+  flops_per_token = flops.train_per_token(
+      model, shapes.params, config.context, config.data.patches)
   peak = flops.peak(mesh.devices.flat[0])
   log = progress.Log(
       workdir, config.log, start=start, steps=config.steps,

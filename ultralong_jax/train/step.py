@@ -14,6 +14,7 @@ from ultralong_jax import tree
 from ultralong_jax.layers import balance as balance_lib
 from ultralong_jax.models import hybrid
 from ultralong_jax.models import multi_token
+from ultralong_jax.models import vision
 from ultralong_jax.train import summary
 
 
@@ -61,10 +62,12 @@ def make_train_step(model, optimizer, accumulate: int, balance=None,
     next_BT, *asked = _ahead(batch)
 
     def features(model):
-      hidden_BTD, _ = model.features(batch["tokens"], *documents)
+      looked = vision.look(model, batch)
+      hidden_BTD, _ = model.features(batch["tokens"], *documents, **looked)
       if not mtp_weight:
         return hidden_BTD, None
-      return hidden_BTD, model.draft(hidden_BTD, next_BT, *documents)[0]
+      return hidden_BTD, model.draft(hidden_BTD, next_BT, *documents,
+                                     **vision.ahead(looked))[0]
 
     (hidden_BTD, ahead_BTD), written = model.apply(
         {"params": params, "router": router}, method=features,

@@ -3,6 +3,7 @@ import jax
 import numpy as np
 
 from ultralong_jax import sharding
+from ultralong_jax.data import images
 from ultralong_jax.data import loader
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.evaluate import perplexity
@@ -18,7 +19,7 @@ def open_validation(config, tokenizer):
   return loader.open_data(
       config.data, tokenizer, context=config.context,
       batch=max(1, rows // devices) * devices, seed=config.seed,
-      split="validation")
+      split="validation", form=images.form(config))
 
 
 def evaluator(model, data, tokenizer, mesh, stop):

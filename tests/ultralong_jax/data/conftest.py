@@ -63,7 +63,7 @@ def open_train(folder):
   def open_split(split="train", ids=None, context=64, batch=4, seed=0,
                  **changes):
     leaves = types.SimpleNamespace(**{
-        "path": str(folder), "validation_fraction": 0.2,
+        "source": "text", "path": str(folder), "validation_fraction": 0.2,
         "validation_bytes": 1000, "validation_context": 64, **changes})
     return loader.open_data(leaves, ids or tokenizer.load("byte"), split=split,
                             context=context, batch=batch, seed=seed)

@@ -46,7 +46,8 @@ SCRIPT = """
 import hashlib, itertools, json, sys, types
 from ultralong_jax.data import loader, tokenizer
 config = types.SimpleNamespace(
-    path=sys.argv[1], validation_fraction=0.2, validation_bytes=3000,
+    source="text", path=sys.argv[1], validation_fraction=0.2,
+    validation_bytes=3000,
     validation_context=64)
 data = loader.open_data(config, tokenizer.load("byte"), context=64, batch=4,
                         seed=0)

@@ -133,7 +133,8 @@ def test_the_thread_ends_with_the_iterator(open_train):
 
 @pytest.mark.parametrize("context", [512, 2048])
 def test_library_rows_are_full_and_fast(context):
-  leaves = types.SimpleNamespace(path="", validation_fraction=0.05)
+  leaves = types.SimpleNamespace(source="text", path="",
+                                 validation_fraction=0.05)
   data = loader.open_data(leaves, BYTE, context=context, batch=8, seed=0)
   assert data.fill > 0.95
   batches = data.batches()

@@ -88,6 +88,28 @@ def test_error_names_field_value_and_fix(leaves, says):
                 processes=2)
 
 
+READS = {"model.vision": "tower", "data.source": "digits", "context": 1024,
+         "data.patches": 1024, "data.validation_context": 1024}
+
+
+@pytest.mark.parametrize("leaves, says", [
+    ({"model.vision": "none"}, "does not read; set model.vision=tower"),
+    ({"model.vision": "vit"}, 'vision="vit": choose from none, tower, direct'),
+    ({"data.source": "web"}, 'source="web": choose from text, interleaved'),
+    ({"model.vision_channels": 4}, r"channels=4: has to be 1 .* or 3"),
+    ({"model.vision_key_width": 6}, "key_width=6 is not a multiple of 4"),
+    ({"data.decoded_pixels": 10**9}, "above Pillow's own limit; set at most"),
+    ({"data.image_pixels": 63}, "less than one token of 8 x 8"),
+    ({"data.patches": 1023}, "multiple of 4.*set at least 1024"),
+    ({"data.patches": 512}, "patches=512.*set at least 1024"),
+    ({"context": 128}, "context=128 holds no image.* takes 256 tokens"),
+])
+def test_error_says_what_images_need(leaves, says):
+  check.check(config(**READS))
+  with pytest.raises(check.Refusal, match=says):
+    check.check(config(**{**READS, **leaves}))
+
+
 def test_unbounded_decay_and_grouped_experts_pass():
   c = config(**{"model.expert_groups": 4, "model.expert_groups_per_token": 2})
   c.model.floor = None

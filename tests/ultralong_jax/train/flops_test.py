@@ -44,3 +44,11 @@ def test_base_config_counts_about_six_operations_a_parameter():
 def test_unknown_device_has_no_peak():
   assert flops.peak(jax.devices("cpu")[0]) is None
   assert flops.peak(types.SimpleNamespace(device_kind="NVIDIA H200")) == 989e12
+
+
+def test_a_patch_meets_the_tower_and_its_share_of_the_projector():
+  params = {"tower": {
+      "w_patch_ID": np.zeros((7, 5)), "w_position_PD": np.zeros((9, 5)),
+      "w_in_FF": np.zeros((20, 20)), "w_out_FD": np.zeros((20, 8)),
+      "layers": {"w_up_DF": np.zeros((3, 5, 6))}}}
+  assert flops.per_patch(params, merge=2) == 35 + (400 + 160) / 4 + 90

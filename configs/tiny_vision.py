@@ -1,0 +1,33 @@
+r"""Learns to read handwritten digits and words of pages, inside of text.
+
+python -m ultralong_jax.main --config configs/tiny_vision.py \
+    --workdir runs/vision
+"""
+from configs import common
+
+
+def get_config(arg=None):
+  """Returns the config; `:smoke` is a run of seconds."""
+  arg = common.parse_arg(arg, context=512, smoke=False)
+  c = common.get_config()
+  c.context = arg.context
+  c.batch = max(1, 1_024 // arg.context)
+  c.steps = 6 if arg.smoke else 500
+  c.model.width = 128
+  c.model.dense_hidden = 256
+  c.model.experts = 16
+  c.model.expert_hidden = 96
+  c.model.expert_latent = 96
+  c.model.vision = "tower"
+  c.data.source = "reading"
+  c.data.patches = 512
+  c.data.image_pixels = 4_096
+  c.data.validation_fraction = 0.2
+  c.data.validation_bytes = 65_536
+  c.data.validation_context = 512
+  c.optim.lr = 0.004
+  c.optim.adam_lr = 0.006
+  c.optim.warmup_steps = 2 if arg.smoke else 15
+  if arg.smoke:
+    c.data.validation_bytes = 8_192
+  return c
