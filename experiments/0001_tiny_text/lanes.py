@@ -79,7 +79,7 @@ def train(c, lanes, steps, report_every):
     def body(states, batch):
       def one(state, lane):
         step = step_lib.make_train_step(
-            model, optimizer(lane, state.params), 1, "quantile")
+            model, optimizer(lane, state.params), 1)
         return step(state, batch)
       states, metrics = jax.vmap(one)(states, lanes)
       return states, metrics["loss"]

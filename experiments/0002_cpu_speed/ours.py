@@ -49,7 +49,7 @@ def main():
   state = state_lib.create(variables, optimizer, jax.random.PRNGKey(0))
   state = jax.device_put(state, sharding.whole(mesh))
   batch = sharding.put(batch, mesh)
-  step = jax.jit(step_lib.make_train_step(model, optimizer, 1, "quantile"),
+  step = jax.jit(step_lib.make_train_step(model, optimizer, 1),
                  donate_argnums=0, out_shardings=sharding.whole(mesh))
   began = time.perf_counter()
   step = step.lower(state, batch).compile()
