@@ -58,7 +58,8 @@ class Form:
 def form(config) -> Form | None:
   """Returns the form of a config; None where the model reads no images."""
   model = config.model
-  if model.vision == "none":
+  # A released checkpoint's config has the leaves that it sets, no others.
+  if model.get("vision", "none") == "none":
     return None
   data = config.data
   return Form(

@@ -178,7 +178,8 @@ def test_training_descends_both_losses():
 
   (_, wanted), gradient = jax.jit(
       jax.value_and_grad(losses, has_aux=True))(settled())
-  optimizer, step = make_step(MODEL, settled(), accumulate=2, balance="none")
+  optimizer, step = make_step(MODEL.clone(balance="none"), settled(),
+                              accumulate=2)
   state = state_lib.create({"params": settled()}, optimizer,
                            jax.random.PRNGKey(0))
   after, metrics = jax.jit(step)(state, {**BATCH, "positions": None})
@@ -197,8 +198,7 @@ def test_experts_of_the_layer_are_balanced_too():
 
   def run(rng):
     variables = model.init(rng, BATCH["tokens"])
-    optimizer, step = make_step(model, variables["params"], accumulate=2,
-                                balance="quantile")
+    optimizer, step = make_step(model, variables["params"], accumulate=2)
     return step(state_lib.create(variables, optimizer, rng), BATCH)
 
   state, metrics = jax.eval_shape(run, jax.random.PRNGKey(0))
