@@ -1,12 +1,15 @@
 """Tokens/s of one optimiser step of transformers' kimi_linear on this CPU.
 
 Needs torch and transformers 5.23 in an environment of its own:
-python experiments/0002_cpu_speed/peer.py BATCH CONTEXT [STEPS]
+python experiments/0002_cpu_speed/peer.py BATCH CONTEXT [--steps N]
+    [--dtype bfloat16] [--save FOLDER]
 """
+import argparse
 import json
-import sys
+import pathlib
 import time
 
+import numpy as np
 import torch
 from transformers.models import kimi_linear
 
@@ -21,26 +24,45 @@ SIZES = dict(
     layer_types=["linear_attention"] * 3 + ["full_attention"])
 
 
-def main(batch, context, steps=6):
+def main():
+  parser = argparse.ArgumentParser()
+  parser.add_argument("batch", type=int)
+  parser.add_argument("context", type=int)
+  parser.add_argument("--steps", type=int, default=6)
+  parser.add_argument("--dtype", default="float32",
+                      help="of matmuls; bfloat16 by torch.autocast")
+  parser.add_argument("--save", default="", help="folder for the checkpoint "
+                      "and its logits; nothing is timed then")
+  args = parser.parse_args()
   torch.manual_seed(0)
   model = kimi_linear.KimiLinearForCausalLM(
       kimi_linear.KimiLinearConfig(**SIZES)).float()
+  tokens = torch.randint(3, 256, (args.batch, args.context))
+  if args.save:
+    model.save_pretrained(args.save)
+    with torch.no_grad():
+      logits = model(tokens, use_cache=False).logits
+    np.savez(pathlib.Path(args.save) / "logits.npz", tokens=tokens.numpy(),
+             logits=logits.numpy())
+    return
   optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-  tokens = torch.randint(3, 256, (batch, context))
+  half = torch.autocast("cpu", torch.bfloat16, args.dtype == "bfloat16")
   times = []
-  for _ in range(steps):
+  for _ in range(args.steps):
     began = time.perf_counter()
-    model(tokens, labels=tokens, use_cache=False).loss.backward()
+    with half:
+      loss = model(tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     times.append(time.perf_counter() - began)
   seconds = sorted(times[1:])[len(times[1:]) // 2]
   print(json.dumps({
-      "batch": batch, "context": context,
+      "batch": args.batch, "context": args.context, "dtype": args.dtype,
       "params": sum(x.numel() for x in model.parameters()),
       "step_seconds": round(seconds, 4),
-      "tokens_per_second": round(batch * context / seconds, 1)}))
+      "tokens_per_second": round(args.batch * args.context / seconds, 1)}))
 
 
 if __name__ == "__main__":
-  main(*map(int, sys.argv[1:]))
+  main()
