@@ -38,13 +38,14 @@ FORM = images.form(tiny_config())
 
 
 @functools.cache
-def model_and_variables():
-  model = hybrid.Hybrid(**tiny_config().model)
-  variables = jax.jit(model.init)(jax.random.key(1),
-                                  jnp.zeros((1, 1), jnp.int32))
-  params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x,
-                        variables["params"])
-  return model, {"params": params, "router": variables["router"]}
+def model_and_variables(kind="tower"):
+  model = hybrid.Hybrid(**tiny_config(vision=kind).model)
+  shapes = jax.eval_shape(model.init, jax.random.key(1),
+                          jnp.zeros((1, 1), jnp.int32))
+  rng = np.random.default_rng(1)
+  return model, jax.tree.map(
+      lambda x: jnp.asarray((x.ndim == 1) + 0.2 * rng.normal(size=x.shape),
+                            jnp.float32), shapes)
 
 
 def picture(rows, columns, seed):
@@ -72,32 +73,45 @@ def make_batch(rows=1):
   return batch | images.pack([PICTURES] * rows, FORM)
 
 
-def test_documents_are_walls_and_the_past_is_the_past():
-  model, variables = model_and_variables()
+@pytest.mark.parametrize("kind", ["tower", "direct"])
+def test_documents_are_walls_and_the_past_is_the_past(kind):
+  """Through the pixels of images and through the text around them."""
+  model, variables = model_and_variables(kind)
   batch = make_batch()
 
-  def value(patches_BPI, part_T):
-    images_ = vision.images_of(batch).replace(patches_BPI=patches_BPI)
-    media_BND = model.apply(variables, images_, method="see")
+  def value(patches_BPI, w_WD, part_T):
+    """Each token of the row has an id, so a row of `w_WD`, of its own."""
+    looked = vision.images_of(batch).replace(patches_BPI=patches_BPI)
+    params = {**variables["params"], "w_embed_WD": w_WD}
     logits_BTW, _ = model.apply(
-        variables, batch["tokens"], batch["segment_ids"], None, None,
-        (media_BND, batch["media_index"]))
+        {**variables, "params": params}, np.arange(24)[None],
+        batch["segment_ids"], None, None,
+        (model.apply(variables, looked, method="see"), batch["media_index"]))
     logits_BTW *= jax.random.normal(jax.random.key(0), logits_BTW.shape)
     return jnp.sum(jnp.where(part_T[None, :, None], logits_BTW, 0))
 
-  gradient = jax.jit(jax.grad(value))
+  gradient = jax.jit(jax.grad(value, (0, 1)))
   patches_BPI = vision.images_of(batch).patches_BPI / np.float32(127.5) - 1
 
   def reach(part_T):
-    """Which images the logits of some tokens depend on."""
-    size_P = np.abs(gradient(patches_BPI, part_T)[0]).sum(-1)
-    return sorted(set(batch["patch_segment_ids"][0][size_P > 0].tolist()))
+    """Which images and which places of text some logits depend on."""
+    pixels_BPI, text_WD = gradient(patches_BPI, variables["params"][
+        "w_embed_WD"], part_T)
+    size_P = np.abs(pixels_BPI[0]).sum(-1)
+    images_ = set(batch["patch_segment_ids"][0][size_P > 0].tolist())
+    text = np.flatnonzero(np.abs(text_WD).sum(-1))
+    return sorted(images_), text.tolist()
 
   index = np.arange(24)
-  for part, sees in (
-      (index < 6, []), (index < 9, []), ((index >= 9) & (index < 16), [1]),
-      (index == 16, []), ((index >= 17) & (index < 22), [2])):
-    assert reach(part) == sees
+  before, after = [6, 7, 8], [13, 14, 15]  # of the image in the second one
+  for part, *sees in (
+      (index < 6, [], [0, 1, 2, 3, 4, 5]),
+      ((index >= 6) & (index < 9), [], before),
+      ((index >= 9) & (index < 13), [1], before),
+      ((index >= 6) & (index < 16), [1], before + after),
+      (index == 16, [], [16]),
+      ((index >= 17) & (index < 22), [2], [16, 19, 20, 21])):
+    assert reach(part) == tuple(sees)
 
 
 def test_prompt_with_images_can_be_cut_anywhere(monkeypatch):
