@@ -13,7 +13,8 @@ import pytest
 
 from configs import common
 from ultralong_jax import optim, tree
-from ultralong_jax.models import depth_plan, hybrid
+from ultralong_jax.data import images
+from ultralong_jax.models import depth_plan, hybrid, vision
 from ultralong_jax.train import state as state_lib
 from ultralong_jax.train import step as step_lib
 
@@ -146,6 +147,7 @@ SWITCHES = {
         "quantile", "load_quantile", "sign_bias", "aux_loss", "none")],
     "glu_input_norm": [{"glu_input_norm": x} for x in (False, True)],
     "expert_activations": [{"expert_activations": x} for x in (False, True)],
+    "vision": [{"vision": x} for x in ("none", "tower", "direct")],
 }
 
 
@@ -201,41 +203,50 @@ def test_switches_go_together(number):
   fields = dict(width=8, layers=4, heads=2, key_width=4, value_width=4,
                 latent_key_width=4, latent_shared_width=4,
                 latent_value_width=4, latent_rank=6, dense_hidden=8,
-                experts=4, experts_per_token=1, expert_hidden=4)
+                experts=4, experts_per_token=1, expert_hidden=4,
+                vision_patch=2, vision_grid=3, vision_layers=1,
+                vision_width=4, vision_heads=1, vision_key_width=4,
+                vision_hidden=4)
   for name, n in ROWS[number].items():
     fields.update(SWITCHES[name][n])
   model = build(**fields)
-  documents_BT = jnp.asarray([[1] * 3 + [2] * 7, [1] * 8 + [0] * 2])
-  tokens_BT = jnp.arange(20).reshape(2, 10) * 7 % 24
+  batch = _batch(model)
   rng = np.random.default_rng(0)
   variables = jax.tree.map(
       lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype),
-      jax.eval_shape(model.init, jax.random.key(0), tokens_BT))
-  _takes_a_step(model, variables, tokens_BT, documents_BT)
+      jax.eval_shape(model.init, jax.random.key(0), batch["tokens"]))
+  _takes_a_step(model, variables, batch)
+  looked = vision.see(model, variables, batch)
 
   @jax.jit
-  def run(tokens_BT, documents_BT, states):
+  def run(tokens_BT, documents_BT, states, looked, ahead):
     """Hidden states of all that predicts, and the state of each."""
     def outputs(model):
       hidden_BTD, own = model.features(tokens_BT, documents_BT, None,
-                                       states[0])
+                                       states[0], **looked)
       if not model.mtp:
         return (hidden_BTD,), (own, None)
       ahead_BTD, draft = model.draft(hidden_BTD, (tokens_BT * 5 + 1) % 24,
-                                     documents_BT, None, states[1])
+                                     documents_BT, None, states[1], **ahead)
       return (hidden_BTD, ahead_BTD), (own, draft)
     return model.apply(variables, method=outputs)
 
-  def real(x_BTD):
-    return jnp.where(documents_BT[..., None] > 0, x_BTD, 0)
+  def run_part(part, states):
+    return run(batch["tokens"][:, part], batch["segment_ids"][:, part], states,
+               *({name: (media_BND, index_BT[:, part])
+                  for name, (media_BND, index_BT) in x.items()}
+                 for x in (looked, vision.ahead(looked))))
 
-  whole, _ = run(tokens_BT, documents_BT, (None, None))
+  def real(x_BTD):
+    return jnp.where(batch["segment_ids"][..., None] > 0, x_BTD, 0)
+
+  whole, _ = run_part(slice(0, 10), (None, None))
   assert all(x.dtype == model.dtype for x in whole)
   states = (hybrid.empty_state(model, 2, 10),
             hybrid.empty_draft_state(model, 2, 10) if model.mtp else None)
   parts = []
   for part in (slice(0, 5), slice(5, 10)):
-    hidden, states = run(tokens_BT[:, part], documents_BT[:, part], states)
+    hidden, states = run_part(part, states)
     parts.append(hidden)
   for one, *halves in zip(whole, *parts):
     split = real(jnp.concatenate(halves, 1))
@@ -244,7 +255,26 @@ def test_switches_go_together(number):
       np.testing.assert_allclose(split, real(one), atol=2e-4)
 
 
-def _takes_a_step(model, variables, tokens_BT, documents_BT):
+def _batch(model):
+  """Two rows, with images for a model that sees: one of them is split."""
+  documents_BT = jnp.asarray([[1] * 3 + [2] * 7, [1] * 8 + [0] * 2])
+  tokens_BT = jnp.arange(20).reshape(2, 10) * 7 % 24
+  batch = {"tokens": tokens_BT, "targets": (tokens_BT * 5 + 1) % 24,
+           "segment_ids": documents_BT, "positions": None,
+           "weights": (documents_BT > 0).astype(jnp.float32)}
+  if model.vision == "none":
+    return batch
+  form = images.Form(patch=2, merge=2, channels=1, pixels=64,
+                     decoded_pixels=64, patches=12)
+  rng = np.random.default_rng(0)
+  one, two = (rng.integers(0, 256, (4, 4 * n, 1), np.uint8) for n in (1, 2))
+  index_BT = jnp.asarray([[-1, 0, -1, -1, 1, 2] + [-1] * 4,
+                          [-1] * 4 + [0, 1] + [-1] * 4])
+  return {**batch, "media_index": index_BT,
+          **images.pack([[one, two], [two]], form)}
+
+
+def _takes_a_step(model, variables, batch):
   """Gradients reach every parameter's optimizer, and they are finite."""
   c = common.get_config()
   c.optim.warmup_steps = 0
@@ -252,9 +282,6 @@ def _takes_a_step(model, variables, tokens_BT, documents_BT):
   state = state_lib.create(variables, optimizer, jax.random.PRNGKey(0))
   step = jax.jit(step_lib.make_train_step(
       model, optimizer, 1, c.balance, mtp_weight=0.3 * model.mtp))
-  batch = {"tokens": tokens_BT, "targets": (tokens_BT * 5 + 1) % 24,
-           "segment_ids": documents_BT, "positions": None,
-           "weights": (documents_BT > 0).astype(jnp.float32)}
   after, metrics = step(state, batch)
   assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
   for name, leaf in tree.named_leaves(after.params).items():
