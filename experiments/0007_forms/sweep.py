@@ -91,6 +91,8 @@ def train(c, seeds, steps):
       states, metrics = jax.vmap(step, (0, None))(states, batch)
       kept = {name: x for name, x in metrics.items() if x.ndim < 3}
       kept["layer_grad_norm"] = states.opt_state[0]
+      if "load" in metrics:  # [layers, experts] of the first seed
+        kept["load_of_first"] = metrics["load"][0].astype(jnp.float16)
       return states, kept
     return jax.lax.scan(body, states, many)
 
@@ -152,11 +154,13 @@ def spikes(loss_S):
 
 def figures(curves, seed):
   """Returns the numbers of one seed's curves, [steps, seeds, ...] each."""
-  own = {name: x[:, seed] for name, x in curves.items()}
+  own = {name: x[:, seed] for name, x in curves.items()
+         if name != "load_of_first"}
   last, layers = slice(-20, None), own["layer_grad_norm"][-20:].mean(0)
   load_S = own["load_max_over_mean"]
   half = len(load_S) // 2
-  out = {"max_over_mean_load": load_S[last].mean(),
+  out = {"loss_of_last_40": own["loss"][-40:].mean(),
+         "max_over_mean_load": load_S[last].mean(),
          "same_in_first_40": load_S[:40].mean(),
          "worst_after_shift": load_S[half:half + 20].max(),
          "dead_experts": own["dead_experts"][last].mean(),
