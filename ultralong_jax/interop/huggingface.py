@@ -295,18 +295,29 @@ def write(folder, model, variables, hub=None, dtype=None,
     hub: a config.json whose other fields are kept, such as token ids.
     dtype: of what has two axes or more; the rest keeps its own. None: all do.
     shard_bytes: size at which the next file begins.
+
+  Raises:
+    Refusal: names what the hub's format has no place for.
   """
   folder = pathlib.Path(folder)
   config = kimi_linear.to_hub(model, hub)
   if dtype is not None:
     config["dtype"] = np.dtype(dtype).name
+  leaves = tree.named_leaves({name: variables[name] for name in variables})
+  tensors = kimi_linear.tensors(model)
+  taken = {piece.leaf for tensor in tensors for piece in tensor.pieces}
+  lost = [name for name in leaves
+          if name.startswith("params/") and name not in taken]
+  if lost:
+    raise Refusal("these parameters have no tensor in the hub's format, so "
+                  f"{folder} would lack them: {', '.join(lost)}; export a "
+                  "model without them")
   folder.mkdir(parents=True, exist_ok=True)
   there = sorted(x.name for x in folder.iterdir()
                  if x.suffix == ".safetensors" or x.name == "config.json")
   if there:
     raise Refusal(f"{folder} holds {there[0]} already; give a new folder")
-  leaves = tree.named_leaves({name: variables[name] for name in variables})
-  shards = _shards(kimi_linear.tensors(model), leaves, dtype, shard_bytes)
+  shards = _shards(tensors, leaves, dtype, shard_bytes)
   weight_map, total = {}, 0
   for i, shard in enumerate(shards):
     file = ("model.safetensors" if len(shards) == 1 else

@@ -26,6 +26,7 @@ FIXED = {
     "moe_router_activation_func": ("sigmoid",), "moe_layer_freq": (1,),
     "num_nextn_predict_layers": (0, None), "quantization_config": (None,),
     "routed_expert_hidden_size": (None,), "attn_res_block_size": (None,),
+    "vision_config": (None,),
 }
 KINDS = {"linear_attention": "d", "full_attention": "m"}
 REQUIRED = object()
@@ -95,8 +96,8 @@ def to_model(hub: dict, where: str) -> dict:
       routed_scale=float(get("routed_scaling_factor")),
       routed_renormalize=bool(get("moe_renormalize")), expert_groups=groups,
       expert_groups_per_token=get("topk_group", 1) if groups > 1 else 1,
-      depth="residual", block_layers=max(layers, 1),
-      router="hidden", glu_input_norm=False,
+      depth="residual", block_layers=max(layers, 1), injection_stride=0,
+      share="none", vision="none", router="hidden", glu_input_norm=False,
       tied_embedding=bool(get("tie_word_embeddings", False)), remat="none",
       dtype=dtype, implementation="")
   if errors:
@@ -153,7 +154,7 @@ def to_hub(model, hub=None) -> dict:
   wanted = dict(floor=None, gate_rank=m.key_width, value_width=m.key_width,
                 latent_gate="none", position="none", mtp=False,
                 glu="swiglu", expert_latent=0, router="hidden",
-                glu_input_norm=False,
+                glu_input_norm=False, vision="none",
                 depth="residual", injection_stride=0, share="none")
   errors = [f"model.{name}={getattr(m, name)!r}: has to be {value!r}"
             for name, value in wanted.items() if getattr(m, name) != value]

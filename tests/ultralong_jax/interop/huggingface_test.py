@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from configs import common
 from ultralong_jax import tree
 from ultralong_jax.interop import huggingface, kimi_linear, safetensors_file
 from ultralong_jax.models import hybrid
@@ -127,6 +128,43 @@ def test_refuses_to_export_another_architecture(tmp_path):
       huggingface.Refusal,
       match="(?s)floor=-5.*latent_gate.*injection.*share.*pattern='f'"):
     huggingface.write(tmp_path / "x", m, {})
+
+
+@pytest.mark.parametrize("tower", [common.published_tower(),
+                                   dict(vision="direct")],
+                         ids=["tower", "direct"])
+def test_images_have_no_place_in_the_hubs_text_model(tmp_path, tower):
+  with pytest.raises(huggingface.Refusal,
+                     match=f"model.vision='{tower['vision']}': has to be"):
+    huggingface.write(tmp_path / "x", model_of(SMALL).clone(**tower), {})
+  assert not (tmp_path / "x").exists()
+  with pytest.raises(huggingface.Refusal, match="vision_config=.*only None"):
+    model_of(SMALL | dict(vision_config={"vt_hidden_size": 1024}))
+
+
+def test_no_parameter_is_left_behind(tmp_path):
+  model = model_of(SMALL)
+  variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype),
+                           huggingface._shapes(model))
+  variables["params"]["images"] = {"w_patch_FD": np.zeros((4, 4))}
+  with pytest.raises(huggingface.Refusal, match="params/images/w_patch_FD"):
+    huggingface.write(tmp_path / "x", model, variables)
+
+
+def test_the_checkpoint_decides_all_that_makes_parameters():
+  """What a run's config says of its model does not matter to an import."""
+  hub = SMALL | dict(num_hidden_layers=2, linear_attn_config=SMALL[
+      "linear_attn_config"] | dict(kda_layers=[1, 2]))
+  c = dict(common.model())
+  c.update(vision="tower", injection_stride=1, share="gates", mtp=True,
+           router="prototype", position="rope", glu_input_norm=True,
+           latent_gate="latent")
+  c.update(kimi_linear.to_model(hub, "config.json"))
+  model, wanted = hybrid.Hybrid(**c), model_of(hub)
+  assert model.plan() == wanted.plan()
+  shapes = [jax.tree.map(lambda x: x.shape, huggingface._shapes(m))
+            for m in (model, wanted)]
+  assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("form", [(3,), (1, 1, 3, 1), (8,), (1, 1, 8, 1)])
