@@ -1,6 +1,7 @@
 """Capacity: the count, who is dropped, and that all forms of mix obey."""
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,10 @@ def run(module):
   return value_and_gradient(module, *variables())
 
 
-@pytest.mark.parametrize("implementation", ["blocks", "ragged", "dense"])
+@pytest.mark.parametrize("implementation", [
+    "blocks", "ragged", "dense", pytest.param("tokamax", marks=(
+        pytest.mark.skipif(not importlib.util.find_spec("tokamax"),
+                           reason="tokamax is not installed")))])
 def test_dropped_pairs_add_nothing_and_get_no_gradient(implementation):
   # 20 tokens x 2 / 5 experts x .5: four of the twenty that want expert 1.
   d, (y_BTD, statistics) = run(layer(implementation, capacity_factor=.5))
