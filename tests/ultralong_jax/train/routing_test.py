@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.ultralong_jax.train import step_test
 from ultralong_jax.layers import balance
@@ -43,6 +44,38 @@ def test_state_moves_once_a_step_by_all_micro_batches():
   after, skipped = one(whole, broken)
   assert skipped["skipped"] == 1
   step_test.assert_same(after.router, whole.router)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form, moves", [
+    ("aux_loss", set()), ("sign_bias", {"threshold_E"}),
+    ("load_quantile", {"threshold_E", "recent_E"})])
+def test_one_step_of_each_form_routes_by_distance(form, moves):
+  """And only the auxiliary loss has a gradient for the router to descend."""
+  batch = step_test.make_batch()
+  numbers = dict(loss_coefficient=5.) if form == "aux_loss" else {}
+  prototypes = dict(router="prototype", router_similarity="distance")
+  start, step = compiled(numbers=tuple(numbers.items()), balance=form,
+                         **prototypes)
+  after, metrics = step(start, batch)
+  assert metrics["skipped"] == 0 and np.isfinite(metrics["loss"])
+  router, before = after.router["experts"], start.router["experts"]
+  assert {name for name in router
+          if np.any(router[name] != before[name])} == moves
+  # Adam's first step hardly depends on the gradient's size, which clipping
+  # changes for all.
+  _, plain = compiled(balance="none", **prototypes)
+  without, same = plain(start.replace(router={"experts": {
+      name: x for name, x in before.items() if name != "recent_E"}}), batch)
+  step_test.assert_same(without.router["experts"]["threshold_E"],
+                        before["threshold_E"])
+  np.testing.assert_allclose(same["loss"], metrics["loss"], rtol=1e-6)
+  for name, differs in (("w_router_DR", form == "aux_loss"),
+                        ("prototype_ER", form == "aux_loss"),
+                        ("w_down_EFR", False)):
+    gap = np.abs(after.params["experts"][name]
+                 - without.params["experts"][name]).max()
+    assert gap > 1e-3 if differs else gap < 1e-4, name
 
 
 def test_the_auxiliary_loss_is_descended_and_told_apart():

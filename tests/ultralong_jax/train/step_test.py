@@ -30,10 +30,12 @@ class Toy(nn.Module):
 
   Attributes:
     experts_per_token: of four.
-    balance, router_noise, training: of Hybrid.
+    balance, router, router_similarity, router_noise, training: of Hybrid.
   """
   experts_per_token: int = 2
   balance: str = "quantile"
+  router: str = "hidden"
+  router_similarity: str = "cosine"
   router_noise: float = 0.
   training: bool = False
 
@@ -43,6 +45,7 @@ class Toy(nn.Module):
     self.w_unembed_DW = self.param("w_unembed_DW", normal, (16, VOCAB))
     self.experts = experts.LatentExperts(
         4, self.experts_per_token, hidden=8, balance=self.balance,
+        router=self.router, routing_width=8, similarity=self.router_similarity,
         noise=self.router_noise, training=self.training)
 
   def __call__(self, tokens_BT):
