@@ -1,4 +1,6 @@
 """The decoder's properties: causal, walled, and the same however split."""
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,13 @@ def sizes(**changes):
   return c
 
 
-def settle(variables):
-  """Moves what starts at zero or one, so that it counts in the tests."""
-  leaves, tree = jax.tree.flatten(variables)
-  keys = jax.random.split(jax.random.key(7), len(leaves))
-  return jax.tree.unflatten(tree, [
-      x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
+def settled(model, tokens):
+  """Variables in which also what starts at zero or one counts."""
+  # Not `init`, which takes longer to compile than the model.
+  rng = np.random.default_rng(7)
+  return jax.tree.map(
+      lambda x: 0.3 * rng.normal(size=x.shape).astype(x.dtype),
+      jax.eval_shape(model.init, jax.random.key(1), tokens))
 
 
 @pytest.fixture(scope="module", params=["unrolled", "scanned", "residual",
@@ -52,41 +55,34 @@ def setup(request):
                   share="latent+gates", injection_stride=2, injection_span=2),
   )[request.param]
   model = hybrid.Hybrid(**sizes(**changes))
-  tokens = jax.random.randint(jax.random.key(0), (2, T), 0, 40)
-  variables = settle(jax.jit(model.init)(jax.random.key(1), tokens))
-  apply = jax.jit(lambda *args: model.apply(variables, *args))
-  return model, variables, tokens, apply
+  tokens = np.random.default_rng(0).integers(0, 40, (2, T), np.int32)
+  variables = settled(model, tokens)
+  # Compiling is all the time that these tests take: few shapes, few programs.
+  cached = jax.jit(model.apply)
+  alone = jax.jit(functools.partial(model.apply, mutable=["statistics"]))
+  return (model, variables, tokens,
+          lambda *args: cached(variables, *args[:2], None, *args[2:]),
+          lambda *args: alone(variables, *args))
 
 
 def real(x, segments=SEGMENTS):
   return np.where(segments[..., None] > 0, np.asarray(x), 0)
 
 
-def test_any_split_gives_the_same_logits_and_state(setup):
-  model, _, tokens, apply = setup
-  whole, end = apply(tokens, SEGMENTS, None, hybrid.empty_state(model, 2, T))
-  alone, _ = apply(tokens, SEGMENTS, None, None)
-  np.testing.assert_allclose(real(whole), real(alone), atol=CLOSE)
-  # Inside documents, at a border (20), and where a row ended before (35).
-  for size in (20, 5):
-    state, parts = hybrid.empty_state(model, 2, T), []
-    for start in range(0, T, size):
-      stop = start + size
-      logits, state = apply(tokens[:, start:stop], SEGMENTS[:, start:stop],
-                            None, state)
-      parts.append(logits)
-    np.testing.assert_allclose(real(np.concatenate(parts, 1)), real(whole),
-                               atol=CLOSE)
-    chex.assert_trees_all_close(state, end, atol=CLOSE_STATE)
-
-
-def test_token_by_token_gives_the_same(setup):
-  model, _, tokens, apply = setup
-  whole, end = apply(tokens, SEGMENTS, None, hybrid.empty_state(model, 2, T))
-  state, parts = hybrid.empty_state(model, 2, T), []
-  for t in range(T):
-    logits, state = apply(tokens[:, t:t + 1], SEGMENTS[:, t:t + 1], None,
-                          state)
+# Borders of parts inside documents, between them (20), and after a row ended
+# (35); parts that begin inside a document and hold two borders (10 to 30).
+@pytest.mark.parametrize("sizes", [(20, 20), 10 * (1,) + (20,) + 10 * (1,),
+                                   40 * (1,)], ids=["halves", "mixed", "ones"])
+def test_any_split_gives_the_same_logits_and_state(setup, sizes):
+  model, _, tokens, cached, alone = setup
+  empty = hybrid.empty_state(model, 2, T)
+  whole, end = cached(tokens, SEGMENTS, empty)
+  (logits, _), _ = alone(tokens, SEGMENTS)
+  np.testing.assert_allclose(real(whole), real(logits), atol=CLOSE)
+  state, parts = empty, []
+  for stop, size in zip(np.cumsum(sizes), sizes):
+    part = np.s_[:, stop - size:stop]
+    logits, state = cached(tokens[part], SEGMENTS[part], state)
     parts.append(logits)
   np.testing.assert_allclose(real(np.concatenate(parts, 1)), real(whole),
                              atol=CLOSE)
@@ -96,10 +92,10 @@ def test_token_by_token_gives_the_same(setup):
 
 
 def test_other_documents_and_the_future_have_no_gradient(setup):
-  model, variables, tokens, _ = setup
+  model, variables, tokens, *_ = setup
   x_BTD = variables["params"]["w_embed_WD"][tokens]
 
-  def loss(x_BTD, weight_BT):
+  def loss(x_BTD, weight_BT, variables):
     hidden, _ = model.apply(variables, x_BTD, SEGMENTS, method="decode")
     return jnp.sum(hidden**2 * weight_BT[..., None])
 
@@ -107,48 +103,53 @@ def test_other_documents_and_the_future_have_no_gradient(setup):
   for row, first, last in ((0, 11, 15), (1, 23, 32)):
     weight = np.zeros((2, T), np.float32)
     weight[row, last] = 1
-    dx = np.array(grad(x_BTD, weight))
+    dx = np.array(grad(x_BTD, weight, variables))
     assert np.abs(dx[row, first:last + 1]).min(axis=-1).max() > 0
     dx[row, first:last + 1] = 0
     assert not dx.any()
 
 
 def test_padding_and_other_rows_change_nothing(setup):
-  model, variables, tokens, apply = setup
-  def features(tokens, segments):
-    return model.apply(variables, tokens, segments, mutable=["statistics"])
-  (logits, _), out = jax.jit(features)(tokens, SEGMENTS)
-  other = tokens.at[1, 33:].set(5).at[0].set(3)
-  (changed, _), _ = jax.jit(features)(other, SEGMENTS)
+  _, _, tokens, _, alone = setup
+  (logits, _), out = alone(tokens, SEGMENTS)
+  padded, other = tokens.copy(), tokens.copy()
+  padded[1, 33:] = other[1, 33:] = 5
+  other[0] = 3
+  (changed, _), _ = alone(other, SEGMENTS)
   np.testing.assert_allclose(logits[1, :33], changed[1, :33], atol=1e-6)
-  (_, _), padded = jax.jit(features)(tokens.at[1, 33:].set(5), SEGMENTS)
+  _, padded = alone(padded, SEGMENTS)
   chex.assert_trees_all_equal(out["statistics"], padded["statistics"])
 
 
 def test_padding_row_returns_its_state(setup):
-  model, _, tokens, apply = setup
-  _, state = apply(tokens, SEGMENTS, None, hybrid.empty_state(model, 2, T))
-  _, after = apply(tokens[:, :3], np.zeros((2, 3), np.int32), None, state)
+  model, _, tokens, cached, _ = setup
+  _, state = cached(tokens, SEGMENTS, hybrid.empty_state(model, 2, T))
+  _, after = cached(tokens[:, :20], np.zeros((2, 20), np.int32), state)
   chex.assert_trees_all_equal(state, after)
 
 
 def test_outgrown_state_shows(setup):
-  model, _, tokens, apply = setup
-  logits, state = apply(tokens, SEGMENTS, None,
-                        hybrid.empty_state(model, 2, 36))
+  model, _, tokens, cached, _ = setup
+  state = hybrid.empty_state(model, 2, T)
+  for part in (np.s_[:, :20], np.s_[:, :1], np.s_[:, 20:]):
+    logits, state = cached(tokens[part], SEGMENTS[part], state)
   assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
-  np.testing.assert_array_equal(state.length_B, [40, 33])
+  np.testing.assert_array_equal(state.length_B, [41, 34])
 
 
 def test_ids_past_the_vocabulary_show(setup):
-  *_, tokens, apply = setup
-  logits, _ = apply(tokens.at[0, 3].set(40), SEGMENTS, None, None)
+  _, _, tokens, _, alone = setup
+  tokens = tokens.copy()
+  tokens[0, 3] = 40
+  (logits, _), _ = alone(tokens, SEGMENTS)
   assert np.isnan(logits[0, 3]).all() and np.isfinite(logits[1]).all()
 
 
 def test_statistics_and_router_are_untouched_in_evaluation(setup):
-  model, variables, tokens, _ = setup
-  _, written = model.apply(variables, tokens, SEGMENTS, mutable=["other"])
+  model, variables, tokens, *_ = setup
+  _, written = jax.eval_shape(
+      functools.partial(model.apply, mutable=["other"]), variables, tokens,
+      SEGMENTS)
   assert not written
   assert set(variables) == {"params", "router"}
 
