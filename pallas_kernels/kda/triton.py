@@ -106,14 +106,16 @@ def launch(kernel, arrays, outputs, grid, *, warps, stages=1, alias=None,
            **constants):
   """Calls a Triton kernel: jax-triton 0.3 (out_shape) or 0.4 (out_type).
 
-  `alias` maps an input's index to the output that takes its memory.
+  `alias` maps an input's index to the output that takes its memory. jax-triton
+  cannot batch a call, so under vmap the calls run one after another.
   """
   import jax_triton
   names = inspect.signature(jax_triton.triton_call).parameters
   out = {"out_type" if "out_type" in names else "out_shape": outputs}
-  return jax_triton.triton_call(
-      *arrays, kernel=kernel, grid=grid, num_warps=warps, num_stages=stages,
-      input_output_aliases=alias or {}, **out, **constants)
+  call = jax.custom_batching.sequential_vmap(functools.partial(
+      jax_triton.triton_call, kernel=kernel, grid=grid, num_warps=warps,
+      num_stages=stages, input_output_aliases=alias or {}, **out, **constants))
+  return call(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
