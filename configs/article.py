@@ -10,6 +10,7 @@ prototypes they resemble, balanced by the quantiles of the experts' loads, with
 noise while training; units normalise their input.
 """
 from configs import common
+from configs import tiny
 
 
 def forms():
@@ -24,25 +25,14 @@ def forms():
 def get_config(arg=None):
   """Returns the config, 1.5B parameters; `:tiny` trains like tiny.py."""
   arg = common.parse_arg(arg, tiny=False)
+  if arg.tiny:
+    c = tiny.get_config()
+    c.model.update(forms())
+    c.model.routing_width = 32
+    return c
   c = common.get_config()
   m = c.model
   m.update(forms())
-  if arg.tiny:
-    c.batch = 2
-    c.steps = 540
-    m.width = 128
-    m.dense_hidden = 256
-    m.experts = 32
-    m.expert_hidden = 96
-    m.expert_latent = 96
-    m.routing_width = 32
-    c.optim.lr = 0.004
-    c.optim.adam_lr = 0.004
-    c.optim.momentum = 0.75
-    c.optim.b2 = 0.99
-    c.optim.weight_decay = 0.3
-    c.optim.warmup_steps = 15
-    return c
   c.context = 4_096
   c.batch = 128
   c.steps = 50_000

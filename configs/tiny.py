@@ -8,6 +8,17 @@ the corpus has 3.6 (experiments/0001_tiny_text).
 from configs import common
 
 
+def shrink(model):
+  """Sets the sizes of `model` that all tiny models have."""
+  # Half of common's width and many small experts: on a slow CPU more tokens
+  # are worth more than more work a token.
+  model.width = 128
+  model.dense_hidden = 256
+  model.experts = 32
+  model.expert_hidden = 96
+  model.expert_latent = 96
+
+
 def get_config(arg=None):
   """Returns the config; `:smoke` is a run of seconds, `:context=N` longer."""
   arg = common.parse_arg(arg, context=512, smoke=False)
@@ -15,13 +26,7 @@ def get_config(arg=None):
   c.context = arg.context
   c.batch = max(1, 1_024 // arg.context)
   c.steps = 6 if arg.smoke else 540
-  # Half of common's width and many small experts: on a slow CPU more tokens
-  # are worth more than more work a token.
-  c.model.width = 128
-  c.model.dense_hidden = 256
-  c.model.experts = 32
-  c.model.expert_hidden = 96
-  c.model.expert_latent = 96
+  shrink(c.model)
   # float32: bfloat16 is emulated, so slower, on CPUs without instructions for
   # it; set model.dtype=bfloat16 where there are.
   c.model.dtype = "float32"

@@ -9,6 +9,7 @@ cut out of pages; 1.84 bits per byte of all text (bigram 3.78). That took 337 s
 on two AVX2 cores, and two minutes to set up and compile (commit 470d685).
 """
 from configs import common
+from configs import tiny
 
 
 def get_config(arg=None):
@@ -18,11 +19,8 @@ def get_config(arg=None):
   c.context = arg.context
   c.batch = max(1, 1_024 // arg.context)
   c.steps = 6 if arg.smoke else 500
-  c.model.width = 128
-  c.model.dense_hidden = 256
+  tiny.shrink(c.model)
   c.model.experts = 16
-  c.model.expert_hidden = 96
-  c.model.expert_latent = 96
   c.model.vision = "tower"
   c.data.source = "reading"
   c.data.patches = 512
