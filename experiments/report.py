@@ -53,6 +53,13 @@ def append(flags, name, metrics, config=None, seed=0, wall_seconds=None):
     file.write(row + "\n")
 
 
+def record(flags, **row):
+  """Prints a benchmark's row and appends it to `flags.out`, with its commit."""
+  print("ROW", json.dumps(row), flush=True)
+  with open(flags.out, "a", encoding="utf-8") as file:
+    file.write(json.dumps(dict(row, commit=flags.commit)) + "\n")
+
+
 def read(folder):
   """Returns the rows of a folder's results.jsonl, in the order written."""
   text = (pathlib.Path(folder) / "results.jsonl").read_text()

@@ -13,7 +13,6 @@ import argparse
 import concurrent.futures
 import functools
 import importlib
-import json
 import os
 import tempfile
 import time
@@ -25,6 +24,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from experiments import report  # noqa: E402
 from pallas_kernels.kda import (  # noqa: E402
     step, triton, triton_config, xla)
 
@@ -282,11 +282,7 @@ def main():
   args = parser.parse_args()
   shapes = [SHAPES[int(i)] for i in args.shapes.split(",")]
 
-  def record(**row):
-    print("ROW", json.dumps(row), flush=True)
-    with open(args.out, "a") as out:
-      out.write(json.dumps(dict(row, commit=args.commit)) + "\n")
-
+  record = functools.partial(report.record, args)
   import jax_triton  # empties TRITON_CACHE_DIR, which torch's side needs
   del jax_triton
   os.environ["TRITON_CACHE_DIR"] = tempfile.gettempdir() + "/triton"

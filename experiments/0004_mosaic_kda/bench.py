@@ -7,8 +7,8 @@ Random inputs, gate, unit norm and sigmoid fused, medians; jitted, back to
 back, host dispatch included. A failing section is reported and passed over.
 """
 import argparse
+import functools
 import importlib
-import json
 import os
 import time
 import traceback
@@ -19,6 +19,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from experiments import report  # noqa: E402
 from pallas_kernels.kda import reference  # noqa: E402
 
 bench = importlib.import_module("experiments.0003_hopper_kda.bench")
@@ -165,11 +166,7 @@ def main():
   args = parser.parse_args()
   shapes = [SHAPES[int(i)] for i in args.shapes.split(",")]
 
-  def record(**row):
-    print("ROW", json.dumps(row), flush=True)
-    with open(args.out, "a") as out:
-      out.write(json.dumps(dict(row, commit=args.commit)) + "\n")
-
+  record = functools.partial(report.record, args)
   start, step = map(int, args.cases.split(":"))
   functions = dict(
       check=lambda r, _: check(r, slice(start, None, step)),
