@@ -58,8 +58,7 @@ class Form:
 def form(config) -> Form | None:
   """Returns the form of a config; None where the model reads no images."""
   model = config.model
-  # A released checkpoint's config has the leaves that it sets, no others.
-  if model.get("vision", "none") == "none":
+  if model.vision == "none":
     return None
   data = config.data
   return Form(
