@@ -191,6 +191,7 @@ def test_wrong_flags_are_explained_in_a_line(call, unbroken):
   assert "seed: 0 there, 5 here" in text and "Traceback" not in text
 
 
+@pytest.mark.slow  # the comparison itself: data/loader_fingerprint_test
 def test_other_data_is_refused_by_its_difference(call, unbroken):
   other = [flag for flag in call.flags if "data.path" not in flag]
   text = call("-m", "ultralong_jax.main", "--workdir", unbroken, *other,

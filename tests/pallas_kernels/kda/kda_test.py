@@ -289,25 +289,26 @@ def test_other_documents_have_no_gradient(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_vmap_equals_a_loop(implementation):
   skip_unsupported(implementation, dtype="bfloat16")
-  many = [inputs(seed, jnp.bfloat16, tokens=20) for seed in (0, 1)]
+  many = [inputs(seed, jnp.bfloat16, tokens=3) for seed in (0, 1)]
+
+  def outputs(arrays):  # not differentiated: Mosaic's own
+    return run(arrays, implementation)
 
   def gradients(arrays):
     def loss(arrays):
       o, s = run(arrays, implementation)
       return jnp.sum(o.astype(jnp.float32)**2) + jnp.sum(s**2)
-    return jax.value_and_grad(loss)(arrays)
+    return jax.grad(loss)(arrays)
 
-  def outputs(arrays):
-    return run(arrays, implementation)
+  @jax.jit
+  def both(arrays):
+    return outputs(arrays), gradients(arrays)
 
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *many)
-  for function in (outputs, gradients):
-    mapped = jax.jit(jax.vmap(function))(stacked)
-    one = jax.jit(function)
-    for i, arrays in enumerate(many):
-      for got, want in zip(jax.tree.leaves(mapped),
-                           jax.tree.leaves(one(arrays))):
-        assert rmse(got[i], want) < 1e-2
+  mapped = jax.vmap(both)(jax.tree.map(lambda *x: jnp.stack(x), *many))
+  for i, arrays in enumerate(many):
+    for got, want in zip(jax.tree.leaves(mapped),
+                         jax.tree.leaves(both(arrays))):
+      assert rmse(got[i], want) < 1e-2
 
 
 def test_future_does_not_leak():

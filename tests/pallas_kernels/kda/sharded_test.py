@@ -9,11 +9,12 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 def test_eight_devices_equal_one():
   """In a process of its own, which has eight devices."""
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu",
-                 "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-  done = subprocess.run([sys.executable, __file__], cwd=ROOT, text=True,
-                        env={**environment, "PYTHONPATH": str(ROOT)},
-                        capture_output=True)
+  flags = (os.environ.get("XLA_FLAGS", "")
+           + " --xla_force_host_platform_device_count=8")
+  done = subprocess.run(
+      [sys.executable, __file__], cwd=ROOT, text=True, capture_output=True,
+      env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags,
+           "PYTHONPATH": str(ROOT)})
   assert done.returncode == 0, done.stderr[-2000:]
 
 

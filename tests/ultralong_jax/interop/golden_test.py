@@ -103,6 +103,10 @@ def test_export_has_the_same_bytes_and_imports_the_same(golden, tmp_path):
             == (tmp_path / "b" / file).read_bytes())
 
 
+@pytest.mark.parametrize("golden", [
+    "kimi_linear_tiny",
+    pytest.param("kimi_linear_tiny_qlora", marks=pytest.mark.slow)],
+    indirect=True)
 def test_front_door(golden):
   folder, m, expected = golden
   for ids in expected["greedy"].tolist():

@@ -157,8 +157,10 @@ def _by_hand(m, params, mixed):
     dict(layers=3, pattern="d", block_layers=2, injection_stride=2,
          injection_span=2, share="gates"),
     # Equal blocks without a mix over depth.
-    dict(layers=6, pattern="m", block_layers=2, depth="residual",
-         injection_stride=2, injection_span=1, share="latent"),
+    pytest.param(
+        dict(layers=6, pattern="m", block_layers=2, depth="residual",
+             injection_stride=2, injection_span=1, share="latent"),
+        marks=pytest.mark.slow),
     # One block, in which source and reader repeat.
     dict(layers=4, pattern="m", depth="residual", injection_stride=2,
          injection_span=1),
@@ -214,6 +216,7 @@ def move(tree, old, new):
   return moved
 
 
+@pytest.mark.slow  # a loop without a state, and hybrid_test, are near it
 def test_scans_change_nothing_with_a_state():
   """Of fused layers too, each of which leads with latents and with gates."""
   changes = dict(layers=8, pattern="f", block_layers=4, dense_layers=8,

@@ -40,8 +40,11 @@ def settled(model, tokens):
       jax.eval_shape(model.init, jax.random.key(1), tokens))
 
 
-@pytest.fixture(scope="module", params=["unrolled", "scanned", "residual",
-                                        "shared"])
+# What is particular to the residual one, fused layers and no depth mix, has
+# tests of its own and is in the covering array of switches_test.
+@pytest.fixture(scope="module", params=[
+    "unrolled", "scanned", "shared",
+    pytest.param("residual", marks=pytest.mark.slow)])
 def setup(request):
   changes = dict(
       unrolled=dict(layers=2, query_rank=6),

@@ -19,8 +19,8 @@ def setup():
       capacity_factor=.5))
   assert model.plan()[0][1][0][2] == 2  # a scan
   tokens = jax.random.randint(jax.random.key(0), (2, T), 0, 40)
-  variables = hybrid_test.settle(
-      jax.jit(model.init)(jax.random.key(1), tokens))
+  variables = jax.tree.map(jax.numpy.asarray,
+                           hybrid_test.settled(model, tokens))
   apply = jax.jit(lambda *args: model.apply(variables, *args))
   return model, variables, tokens, apply
 

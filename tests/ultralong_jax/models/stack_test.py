@@ -118,7 +118,8 @@ LAST = depth_plan.plan("d", layers=5, dense_layers=0, block_layers=2)
 
 
 @pytest.mark.parametrize("plan, remat, carries", [
-    (FIRST, True, False), (LAST, False, False), (LAST, True, True)])
+    (FIRST, True, False), (LAST, True, True),
+    pytest.param(LAST, False, False, marks=pytest.mark.slow)])
 def test_scanned_blocks_equal_blocks_one_by_one(plan, remat, carries):
   module, (x_BTD, tokens) = make(plan, remat), inputs()
   variables = settled(module, x_BTD, tokens, None)
