@@ -9,7 +9,6 @@ lane has the schedule of a run of just that many tokens.
 """
 import argparse
 import itertools
-import math
 import time
 import types
 
@@ -18,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import tiny
-from experiments import report
-from ultralong_jax import objectives, optim
+from experiments import held_out, report
+from ultralong_jax import optim
 from ultralong_jax.data import loader
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.layers import experts
@@ -85,17 +84,7 @@ def train(c, lanes, steps, report_every):
       return states, metrics["loss"]
     return jax.lax.scan(body, states, batches)
 
-  @jax.jit
-  def nats_of(states, batch):
-    def one(state):
-      hidden_BTD, _ = model.apply(
-          {"params": state.params, "router": state.router}, batch["tokens"],
-          batch["segment_ids"], batch["positions"], None, method="features")
-      return objectives.next_token_loss(
-          hidden_BTD, hybrid.unembedding(state.params), batch["targets"],
-          batch["weights"])[0]
-    return jax.vmap(one)(states)
-
+  bits_per_byte = held_out.evaluator(model)
   states = jax.jit(jax.vmap(init))(lanes)
   source = data.batches(process_index=0, process_count=1)
   done = 0
@@ -104,9 +93,7 @@ def train(c, lanes, steps, report_every):
     states, _ = advance(states, jax.tree.map(lambda *x: np.stack(x), *chunk))
     done += len(chunk)
     if done % (4 * report_every) == 0 or done == steps:
-      nats = sum(np.asarray(nats_of(states, batch)) for batch in held)
-      counted = sum(np.sum(batch["weights"] > 0) for batch in held)
-      yield done, nats / math.log(2) / counted
+      yield done, bits_per_byte(states, held)
 
 
 def main():

@@ -7,7 +7,6 @@ of the steps read prose (the descriptions of installed packages), the other half
 the standard library's code, which is what validation reads.
 """
 import argparse
-import math
 import pathlib
 import sysconfig
 import time
@@ -17,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import report
-from ultralong_jax import objectives, optim
+from experiments import held_out, report
+from ultralong_jax import optim
 from ultralong_jax.data import loader
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.layers import experts
@@ -110,23 +109,8 @@ def validate(c, states, model):
   tokenizer = tokenizer_lib.load("byte")
   held = loader.open_data(c.data, tokenizer, context=c.context, batch=16,
                           seed=0, split="validation")
-
-  @jax.jit
-  def nats_of(states, batch):
-    def one(state):
-      hidden_BTD, _ = model.apply(
-          {"params": state.params, "router": state.router}, batch["tokens"],
-          batch["segment_ids"], batch["positions"], None, method="features")
-      return objectives.next_token_loss(
-          hidden_BTD, hybrid.unembedding(state.params), batch["targets"],
-          batch["weights"])[0]
-    return jax.vmap(one)(states)
-
-  nats, counted = 0, 0
-  for batch in held.batches(process_index=0, process_count=1):
-    nats += np.asarray(nats_of(states, batch))
-    counted += np.sum(batch["weights"] > 0)
-  return nats / math.log(2) / counted
+  return held_out.evaluator(model)(
+      states, held.batches(process_index=0, process_count=1))
 
 
 def recovery(load_S):
