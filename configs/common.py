@@ -16,12 +16,24 @@ def get_config():
   c.context = 512  # tokens in a row
   c.batch = 4  # rows in an optimiser step, over all devices and processes
   c.accumulate = 1  # micro-batches that the rows of a step are split into
-  c.steps = 1_000  # optimiser steps in the whole run
+  c.steps = 1_000  # optimiser steps in the whole run, or in a stage of it
+  c.batch_tokens = 0  # batch x context instead of batch; 0: batch decides
+  c.total_tokens = 0  # rounded up to steps, instead of steps; 0: steps decides
+  # A stage ends before its steps are over once its validation loss has
+  # flattened: once a line through so many of the latest evaluations falls by
+  # less than `flat_fall` nats an evaluation. 0: steps alone decide.
+  c.flat_evaluations = 0
+  c.flat_fall = 0.0
   c.mtp_weight = 0.3  # of that token's loss beside the next one's; model.mtp
   c.model = model()
   c.balance = balance()
   c.data = data()
   c.optim = optim()
+
+  # Names of the stages in their order, "short,long", and for each the leaves
+  # in which it differs: train/stages.py says which may. "": one stage.
+  c.stage_order = ""
+  c.stages = ConfigDict()
 
   c.evaluate = ConfigDict()
   c.evaluate.every_steps = 500  # 0: at the end of the run only

@@ -29,7 +29,7 @@ class Loaded:
   """A trained model, ready to be asked.
 
   Attributes:
-    config: the run's config, every leaf; of a released checkpoint, `model`
+    config: the run's config in the stage it was in, every leaf; of a released checkpoint, `model`
       and, as `hub`, its config.json.
     params: parameters of the newest checkpoint.
     router: thresholds of its experts; empty without experts.
@@ -124,10 +124,10 @@ def load(workdir) -> Loaded:
     return _load_released(workdir)
   config = workdir_lib.read_config(workdir)
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
-  model = hybrid.Hybrid(**config.model)
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  step, params, router = validate.restore_model(model, workdir, device)
-  return Loaded(config, params, router, tokenizer, model, step)
+  saved = validate.restore(config, workdir, device)
+  return Loaded(saved.config, saved.params, saved.router, tokenizer,
+                saved.model, saved.step)
 
 
 def _load_released(folder) -> Loaded:

@@ -219,6 +219,12 @@ def _scale_by_schedule(rate: Callable) -> optax.GradientTransformation:
   return optax.GradientTransformation(init, update)
 
 
+def restart_schedule(opt_state):
+  """Returns the state with the schedule at its start, moments as they are."""
+  *before, last = opt_state
+  return (*before, last._replace(count=jnp.zeros_like(last.count)))
+
+
 def learning_rate(opt_state):
   """Returns the main learning rate of the last update."""
   return opt_state[-1].learning_rate

@@ -47,6 +47,11 @@ def count(tree) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
+def size_bytes(tree) -> int:
+  """Returns the bytes of all leaves; shapes are enough."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def finite(tree):
   """Returns one bool: are all elements of all leaves finite?"""
   checks = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]

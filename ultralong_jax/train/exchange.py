@@ -6,8 +6,7 @@ from ultralong_jax import optim, sharding
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.interop import huggingface
 from ultralong_jax.layers import balance
-from ultralong_jax.models import hybrid
-from ultralong_jax.train import checkpoint, validate
+from ultralong_jax.train import checkpoint, stages, validate
 from ultralong_jax.train import state as state_lib
 from ultralong_jax.train import workdir as workdir_lib
 
@@ -27,8 +26,9 @@ def import_run(config, released_folder, workdir, allow_config_change=False):
   for name, value in released.model.items():
     config.model[name] = value
   workdir_lib.adopt(workdir, config, allow_config_change)
-  optimizer = optim.make(config.optim, released.variables["params"],
-                         config.steps)
+  first = stages.resolve(config)[0].config
+  optimizer = optim.make(first.optim, released.variables["params"],
+                         first.steps)
 
   def create(variables, rng):
     if "router" in variables:
@@ -56,10 +56,10 @@ def export_run(workdir, folder, dtype=None):
   """
   config = workdir_lib.read_config(workdir)
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
-  model = hybrid.Hybrid(**config.model)
-  _, params, router = validate.restore_model(
-      model, workdir, sharding.whole(sharding.data_mesh()))
+  saved = validate.restore(config, workdir,
+                           sharding.whole(sharding.data_mesh()))
   ids = {f"{name}_token_id": getattr(tokenizer, name)
          for name in tokenizer_lib.SPECIALS}
-  huggingface.write(folder, model, {"params": params, "router": router}, ids,
+  huggingface.write(folder, saved.model,
+                    {"params": saved.params, "router": saved.router}, ids,
                     dtype)

@@ -1,7 +1,11 @@
-"""The training loop: one function, in the order in which things happen."""
+"""The training loop: train() sets a run up, _stage() is a stage of it.
+
+Both are in the order in which things happen.
+"""
 import contextlib
 import pathlib
 import time
+from typing import Callable, NamedTuple
 
 import jax
 import numpy as np
@@ -18,10 +22,36 @@ from ultralong_jax.train import check
 from ultralong_jax.train import checkpoint
 from ultralong_jax.train import flops
 from ultralong_jax.train import progress
+from ultralong_jax.train import stages
 from ultralong_jax.train import state as state_lib
 from ultralong_jax.train import step as step_lib
 from ultralong_jax.train import validate
 from ultralong_jax.train import workdir as workdir_lib
+
+
+class Run(NamedTuple):
+  """What is the same in all stages of a run.
+
+  Attributes:
+    workdir: its folder.
+    config_hash: of the leaves that decide what is computed.
+    tokenizer: see `tokenizer.load`.
+    mesh: all devices; the rows of a batch are split over them.
+    shapes: TrainState as ShapeDtypeStructs with shardings.
+    checkpoints: where states are saved.
+    log: where figures go.
+    stop: polled; True once somebody asked to stop.
+    profile: (first, last) step of an xprof trace, or None.
+  """
+  workdir: pathlib.Path
+  config_hash: str
+  tokenizer: tokenizer_lib.Tokenizer
+  mesh: jax.sharding.Mesh
+  shapes: state_lib.TrainState
+  checkpoints: checkpoint.Checkpoints
+  log: progress.Log
+  stop: Callable[[], bool]
+  profile: tuple[int, int] | None
 
 
 def train(config, workdir, *, stop=lambda: False, profile=None,
@@ -40,35 +70,32 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
 
   # Check: all that can be known before anything compiles.
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
-  check.check(config, tokenizer.vocab, jax.device_count(),
-              jax.process_count())
+  plan = stages.resolve(config)
+  stages.check(plan, tokenizer.vocab, jax.device_count(), jax.process_count())
   workdir_lib.adopt(workdir, config, allow_config_change)
 
   # Devices: the rows of a batch are split, everything else is on each.
   mesh = sharding.data_mesh()
   whole, rows = sharding.whole(mesh), sharding.rows(mesh)
 
-  # Data.
-  data = loader.open_data(config.data, tokenizer, context=config.context,
-                          batch=config.batch, seed=config.seed,
-                          form=images.form(config))
-  batch_shapes = {
-      name: jax.ShapeDtypeStruct((config.batch, *x.shape), x.dtype,
-                                 sharding=rows)
-      for name, x in data.row(0).items()}
+  # Data of every stage: what is missing is missed now, not after days.
+  data = {stage.name: open_data(number, stage.config, tokenizer)
+          for number, stage in enumerate(plan)}
 
-  # Model and optimizer, as shapes.
-  model = hybrid.Hybrid(**config.model)
+  # Model and optimizer, as shapes; no stage changes those.
+  first = plan[0].config
+  model = hybrid.Hybrid(**first.model)
 
   def init(rng):
     variables = model.init(rng, np.zeros((1, 1), np.int32))
-    optimizer = optim.make(config.optim, variables["params"], config.steps)
+    optimizer = optim.make(first.optim, variables["params"], first.steps)
     return state_lib.create(variables, optimizer, rng)
 
   # An untyped key: a plain array, saved and compared like any other.
   seed = jax.random.PRNGKey(config.seed)
   shapes = sharding.with_sharding(jax.eval_shape(init, seed), whole)
-  optimizer = optim.make(config.optim, shapes.params, config.steps)
+  if len(plan) > 1:
+    print(stages.table(plan, data, shapes, jax.device_count()), flush=True)
 
   # State, in this order:
   # 1. the newest committed checkpoint of the workdir, which has to have these
@@ -77,58 +104,95 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
   # A checkpoint that cannot be read ends the run: nothing starts over unasked.
   checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint.keep)
   latest = checkpoints.latest()
-  start = latest or 0
   if latest is not None:
-    state, record = checkpoints.restore(start, shapes)
+    state, record = checkpoints.restore(latest, shapes)
+    record = stages.follow(plan, record, latest)
     if record["data"] is not None:  # an imported model comes without
-      refuse_other_data(record["data"], data.fingerprint)
+      refuse_other_data(record["data"], data[record["stage"]].fingerprint)
   else:
     # Runs once: unoptimised, it compiles in a third of the time.
     options = ({"xla_backend_optimization_level": 0}
                if jax.default_backend() == "cpu" else {})
     state = jax.jit(init, out_shardings=whole, compiler_options=options)(seed)
-    record = {"position": 0, "skipped": [], "train_seconds": 0.}
-  batches = data.batches(record["position"], record["skipped"],
-                         jax.process_index(), jax.process_count())
+    record = stages.start(plan)
+  checkpoints.prepare(state)
+
+  # Log.
+  peak = flops.peak(mesh.devices.flat[0])
+  log = progress.Log(
+      workdir, config.log, start=latest or 0,
+      steps=sum(stage.config.steps for stage in plan),
+      seconds=record["train_seconds"],
+      peak=peak and peak * jax.device_count())
+  log.say(f"{tree.count(shapes.params):,} parameters, "
+          f"{hybrid.bytes_per_token(model):,} bytes of cache a token, "
+          f"{jax.device_count()} x {mesh.devices.flat[0].device_kind}")
+  begin = "from the seed" if latest is None else f"from step {latest}"
+  log.say(f"{begin}; set up in {time.monotonic() - began:.1f} s")
+  log.write(latest or 0, {"setup_seconds": time.monotonic() - began})
+
+  run = Run(workdir, workdir_lib.config_hash(config), tokenizer, mesh, shapes,
+            checkpoints, log, stop, profile)
+  with contextlib.closing(log), contextlib.closing(checkpoints):
+    for stage, record in stages.remaining(plan, record):
+      state = _stage(run, stage, record, state, data[stage.name])
+      if stop():
+        break
+
+
+def _stage(run, stage, record, state, data):
+  """Trains one stage to its end, or until somebody stops it.
+
+  Args:
+    run: Run.
+    stage: `stages.Stage`.
+    record: where in the stage the state is; brought up to date.
+    state: TrainState; donated.
+    data: the stage's training data.
+
+  Returns:
+    state: TrainState after it.
+  """
+  c, mesh, log, stop = stage.config, run.mesh, run.log, run.stop
+  began = time.monotonic()
+  model = hybrid.Hybrid(**c.model)
+  optimizer = optim.make(c.optim, run.shapes.params, c.steps)
+  # The step of the run before which the stage began.
+  start = int(state.step)
+  before = start - record["stage_steps"]
 
   # Step, and what saves compute: compiled now, outside the training time.
+  rows = sharding.rows(mesh)
   train_step = jax.jit(
-      step_lib.make_train_step(model, optimizer, config.accumulate,
-                               config.balance.to_dict(),
-                               tokenizer.byte_lengths,
-                               config.mtp_weight if model.mtp else 0.),
-      donate_argnums=0, out_shardings=whole)
-  prepared = time.monotonic()
-  train_step = train_step.lower(shapes, batch_shapes).compile()
-  checkpoints.prepare(state)
+      step_lib.make_train_step(model, optimizer, c.accumulate,
+                               c.balance.to_dict(),
+                               run.tokenizer.byte_lengths,
+                               c.mtp_weight if model.mtp else 0.),
+      donate_argnums=0, out_shardings=sharding.whole(mesh))
+  train_step = train_step.lower(
+      run.shapes, stages.batch_shapes(c, data, rows)).compile()
+  batches = data.batches(record["position"], record["skipped"],
+                         jax.process_index(), jax.process_count())
+  if before and not record["stage_steps"]:
+    state = _enter(run, c, model, state, data)
   compiled = time.monotonic()
 
   # Evaluation, and what it is to beat.
-  validation = validate.open_validation(config, tokenizer)
-  evaluator = validate.evaluator(model, validation, tokenizer, mesh, stop)
+  validation = validate.open_validation(c, run.tokenizer)
+  evaluator = validate.evaluator(model, validation, run.tokenizer, mesh, stop)
   beat = baseline.bits_per_byte(data.documents, validation.documents)
 
-  # Log.
   flops_per_token = flops.train_per_token(
-      model, shapes.params, config.context, config.data.patches)
-  peak = flops.peak(mesh.devices.flat[0])
-  log = progress.Log(
-      workdir, config.log, start=start, steps=config.steps,
-      seconds=record["train_seconds"], flops_per_token=flops_per_token,
-      peak=peak and peak * jax.device_count())
-  log.say(f"{tree.count(shapes.params):,} parameters, "
-          f"{flops_per_token / 1e6:,.1f} MFLOP a token, "
-          f"{config.batch * config.context:,} tokens a step, "
-          f"{hybrid.bytes_per_token(model):,} bytes of cache a token, "
-          f"{data.bytes:,} bytes of text, {jax.device_count()} x "
-          f"{mesh.devices.flat[0].device_kind}")
+      model, run.shapes.params, c.context, c.data.patches)
+  log.enter(stage.name, flops_per_token)
+  name = f"stage {stage.name}: " if stage.name else ""
+  log.say(f"{name}{flops_per_token / 1e6:,.1f} MFLOP a token, "
+          f"{c.batch * c.context:,} tokens a step, {data.bytes:,} bytes of "
+          f"text; compiled in {compiled - began:.1f} s")
   log.say(f"to beat: {beat['bigram']:.3f} bits/byte (bigram), "
           f"{beat['unigram']:.3f} (unigram)")
-  begin = "from the seed" if latest is None else f"from step {start}"
-  log.say(f"{begin}; set up in {prepared - began:.1f} s, compiled in "
-          f"{compiled - prepared:.1f} s")
-  log.write(start, {"setup_seconds": prepared - began,
-                    "compile_seconds": compiled - prepared,
+  log.write(start, {"compile_seconds": compiled - began,
+                    "context": c.context,
                     "unigram_bits_per_byte": beat["unigram"],
                     "bigram_bits_per_byte": beat["bigram"]})
 
@@ -137,6 +201,8 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
     clock = time.monotonic()
     figures = dict(evaluator.run(state.params, state.router))
     if figures:
+      record["evaluated"] = step
+      record["losses"] = [*record["losses"], figures["validation_loss"]]
       seconds = time.monotonic() - clock
       log.write(step, {**figures, "evaluate_seconds": seconds,
                        "train_seconds": log.seconds})
@@ -146,38 +212,72 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
               "training")
     log.resume()
 
-  with (contextlib.closing(log), contextlib.closing(checkpoints),
-        contextlib.closing(batches)):
+  with contextlib.closing(batches):
     log.resume()
+    # A signal in an evaluation left it undone.
+    if (due(c.evaluate.every_steps, start) and record["stage_steps"]
+        and record["evaluated"] != start):
+      evaluate(start)
     waiting = None  # metrics of the step before, maybe still computed
-    for step in range(start + 1, config.steps + 1):
-      if profile and step == profile[0]:
-        jax.profiler.start_trace(workdir / "profile")
+    for step in range(start + 1, before + c.steps + 1):
+      if stages.is_over(stage, record):
+        break
+      if run.profile and step == run.profile[0]:
+        jax.profiler.start_trace(run.workdir / "profile")
       state, metrics = train_step(state, sharding.put(next(batches), mesh))
+      record["stage_steps"] = step - before
       if waiting is not None:
         log.step(step - 1, jax.device_get(waiting))
       waiting = metrics
-      if profile and profile[0] <= step == min(profile[1], config.steps):
+      if run.profile and run.profile[0] <= step == min(
+          run.profile[1], before + c.steps):
         jax.block_until_ready(metrics)
         jax.profiler.stop_trace()
-        log.say(f"wrote a trace to {workdir / 'profile'}")
+        log.say(f"wrote a trace to {run.workdir / 'profile'}")
 
-      last = step == config.steps
-      evaluates = not last and due(config.evaluate.every_steps, step)
-      saves = last or stop() or due(config.checkpoint.every_steps, step)
+      last = record["stage_steps"] == c.steps
+      evaluates = not last and due(c.evaluate.every_steps, step)
+      saves = last or stop() or due(c.checkpoint.every_steps, step)
       if evaluates or saves:
         log.step(step, jax.device_get(waiting))
         waiting = None
       if evaluates:
         evaluate(step)
-      if saves or stop():
-        checkpoints.save(state, {
-            "position": step * config.batch, "skipped": record["skipped"],
+      if saves or stop() or stages.is_over(stage, record):
+        run.checkpoints.save(state, {
+            **record, "position": record["stage_steps"] * c.batch,
             "train_seconds": log.seconds, "data": data.fingerprint,
-            "config": workdir_lib.config_hash(config)})
+            "config": run.config_hash})
       if stop():
         break
-    evaluate(int(state.step))
+    if record["evaluated"] != int(state.step):
+      evaluate(int(state.step))
+    log.pause()
+  return state
+
+
+def _enter(run, c, model, state, data):
+  """Returns the state as a later stage begins with it.
+
+  The schedule starts again, the moments go on. Thresholds of experts are
+  measured at the new context, since scores there are other ones.
+  """
+  state = state.replace(opt_state=optim.restart_schedule(state.opt_state))
+  if model.balance != "quantile" or not state.router:
+    return state
+  measure = jax.jit(step_lib.make_measure(model, c.accumulate),
+                    out_shardings=sharding.whole(run.mesh))
+  with contextlib.closing(data.batches(
+      0, (), jax.process_index(), jax.process_count())) as batches:
+    batch = sharding.put(next(batches), run.mesh)
+  return state.replace(router=measure(state.params, state.router, batch))
+
+
+def open_data(number, c, tokenizer):
+  """Returns the training data of the stage of this number."""
+  # Another order in each stage: the first documents are not always the same.
+  return loader.open_data(c.data, tokenizer, context=c.context, batch=c.batch,
+                          seed=c.seed + number, form=images.form(c))
 
 
 def due(every: int, step: int) -> bool:

@@ -21,7 +21,7 @@ class Log:
   """
 
   def __init__(self, workdir, c, *, start: int, steps: int, seconds: float,
-               flops_per_token: float, peak: float | None):
+               peak: float | None):
     """Opens the files and drops lines of steps that are about to be redone.
 
     Args:
@@ -30,12 +30,11 @@ class Log:
       start: steps that are already done.
       steps: of the whole run.
       seconds: training time of those that are done.
-      flops_per_token: of training, forward and backward.
       peak: what all devices could do in a second, or None.
     """
     self.seconds = seconds
     self._c, self._steps = c, steps
-    self._flops_per_token, self._peak = flops_per_token, peak
+    self._stage, self._flops_per_token, self._peak = "", 0., peak
     path = pathlib.Path(workdir) / "metrics.jsonl"
     _forget(path, after=start)
     self._file = open(path, "a", buffering=1)  # a line is on disk at once
@@ -47,6 +46,15 @@ class Log:
     self._clock = self._written = time.monotonic()
     self._written_step = start
     self._since = self.seconds
+
+  def enter(self, stage: str, flops_per_token: float):
+    """Says what is trained from here on.
+
+    Args:
+      stage: its name, in every line to come; "" is in none.
+      flops_per_token: of training, forward and backward.
+    """
+    self._stage, self._flops_per_token = stage, flops_per_token
 
   def resume(self):
     """Starts counting training time."""
@@ -83,7 +91,8 @@ class Log:
   def write(self, step: int, values: dict):
     """Writes one line of metrics.jsonl and its scalars to TensorBoard."""
     values = {name: _plain(x) for name, x in values.items()}
-    self._file.write(json.dumps({"step": step, **values}) + "\n")
+    stage = {"stage": self._stage} if self._stage else {}
+    self._file.write(json.dumps({"step": step, **stage, **values}) + "\n")
     for name, x in values.items():
       if isinstance(x, (int, float)):
         self._board.add_scalar(name, x, step)

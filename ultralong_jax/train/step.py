@@ -54,49 +54,10 @@ def make_train_step(model, optimizer, accumulate: int, balance=None,
     raise ValueError(f"balance={form!r} is none of "
                      f"{sorted(balance_lib.FORMS)}")
   noisy = model.router_noise > 0
-  model = model.clone(training=True)
-
-  def nats_of(params, router, batch, weights, tokens, rngs):
-    """Of a micro-batch; divided by the step's weights so that parts add up."""
-    documents = batch["segment_ids"], batch["positions"], None
-    next_BT, *asked = _ahead(batch)
-
-    def features(model):
-      looked = vision.look(model, batch)
-      hidden_BTD, _ = model.features(batch["tokens"], *documents, **looked)
-      if not mtp_weight:
-        return hidden_BTD, None
-      return hidden_BTD, model.draft(hidden_BTD, next_BT, *documents,
-                                     **vision.ahead(looked))[0]
-
-    (hidden_BTD, ahead_BTD), written = model.apply(
-        {"params": params, "router": router}, method=features,
-        mutable=["statistics"], rngs=rngs)
-    w_DW = hybrid.unembedding(params)
-    nats, _ = objectives.next_token_loss(hidden_BTD, w_DW, batch["targets"],
-                                         batch["weights"])
-    losses = {"loss": nats / weights["loss"]}
-    total = losses["loss"]
-    if mtp_weight:
-      nats, _ = objectives.next_token_loss(ahead_BTD, w_DW, *asked)
-      losses["mtp_loss"] = nats / weights["mtp_loss"]
-      total += mtp_weight * losses["mtp_loss"]
-    statistics = written["statistics"] if "statistics" in written else {}
-    if form == "aux_loss":
-      # Loads are those of the micro-batch, which counts by its tokens.
-      share = _tokens(batch) / jnp.maximum(tokens, 1.)
-      losses["balance_loss"] = (settings.loss_coefficient * share
-                                * balance_lib.loss(statistics, top))
-      total += losses["balance_loss"]
-    return total, (losses, statistics)
+  nats_of = make_loss(model, settings, mtp_weight)
 
   def train_step(state, batch):
-    # A batch of padding only has a gradient of zero, not of 0 / 0.
-    weights = {name: jnp.maximum(jnp.sum(weights_BT), 1e-6)
-               for name, weights_BT in (("loss", batch["weights"]),
-                                        ("mtp_loss", _ahead(batch)[2]))}
-
-    tokens = _tokens(batch)
+    weights, tokens = _weights(batch), _tokens(batch)
 
     def one(part, index):
       rngs = {}
@@ -134,6 +95,113 @@ def make_train_step(model, optimizer, accumulate: int, balance=None,
     return state, metrics
 
   return train_step
+
+
+def make_loss(model, settings, mtp_weight: float = 0.) -> Callable:
+  """Returns the function of a micro-batch that the step differentiates.
+
+  Args:
+    model: Hybrid.
+    settings: `balance.Settings`.
+    mtp_weight: see `make_train_step`.
+
+  Returns:
+    nats_of: (params, router, batch, weights, tokens, rngs) -> (total,
+      (losses, statistics)); divided by the weights and tokens of the whole
+      step, so that micro-batches add up.
+  """
+  form, top = model.balance, model.experts_per_token
+  model = model.clone(training=True)
+
+  def nats_of(params, router, batch, weights, tokens, rngs):
+    (hidden_BTD, ahead_BTD), written = model.apply(
+        {"params": params, "router": router}, batch, mtp_weight > 0,
+        method=_features, mutable=["statistics"], rngs=rngs)
+    w_DW = hybrid.unembedding(params)
+    nats, _ = objectives.next_token_loss(hidden_BTD, w_DW, batch["targets"],
+                                         batch["weights"])
+    losses = {"loss": nats / weights["loss"]}
+    total = losses["loss"]
+    if mtp_weight:
+      nats, _ = objectives.next_token_loss(ahead_BTD, w_DW, *_ahead(batch)[1:])
+      losses["mtp_loss"] = nats / weights["mtp_loss"]
+      total += mtp_weight * losses["mtp_loss"]
+    statistics = written["statistics"] if "statistics" in written else {}
+    if form == "aux_loss":
+      # Loads are those of the micro-batch, which counts by its tokens.
+      share = _tokens(batch) / jnp.maximum(tokens, 1.)
+      losses["balance_loss"] = (settings.loss_coefficient * share
+                                * balance_lib.loss(statistics, top))
+      total += losses["balance_loss"]
+    return total, (losses, statistics)
+
+  return nats_of
+
+
+def make_measure(model, accumulate: int) -> Callable:
+  """Returns (params, router, batch) -> router, measured without training.
+
+  Thresholds become those at which the batch's first micro-batch would have
+  been balanced: the published form's, of one step. No other form measures.
+
+  Args:
+    model: Hybrid with experts whose `balance` is "quantile".
+    accumulate: micro-batches of a batch.
+  """
+  model = model.clone(training=True, router_noise=0.)
+
+  def measure(params, router, batch):
+    part = jax.tree.map(lambda x: x[::accumulate], batch)
+    _, written = model.apply({"params": params, "router": router}, part,
+                             model.mtp, method=_features,
+                             mutable=["statistics"])
+    return balance_lib.update(router, written["statistics"],
+                              model.experts_per_token)
+
+  return measure
+
+
+def saved_bytes(model, params, router, batch, mtp_weight: float = 0.) -> int:
+  """Returns bytes that the backward pass of a micro-batch has to find.
+
+  What the forward pass leaves to it, the parameters not counted; nothing is
+  computed or compiled. The step's peak is higher by what a layer needs while
+  it runs, and lower by what the compiler fuses away.
+
+  Args:
+    model, mtp_weight: see `make_train_step`.
+    params, router, batch: shapes are enough; the batch of one micro-batch.
+  """
+  nats_of = make_loss(model, balance_lib.Settings(), mtp_weight)
+  rngs = {"noise": jax.random.key(0)} if model.router_noise > 0 else {}
+
+  def pull(params, router, batch):
+    def loss(params):
+      return nats_of(params, router, batch, _weights(batch), _tokens(batch),
+                     rngs)
+    return jax.vjp(loss, params, has_aux=True)[1]
+
+  saved = jax.eval_shape(pull, params, router, batch)
+  return max(0, tree.size_bytes(saved) - tree.size_bytes(params))
+
+
+def _features(model, batch, ahead: bool):
+  """Hidden states and, to look one token further ahead, the draft's."""
+  documents = batch["segment_ids"], batch["positions"], None
+  looked = vision.look(model, batch)
+  hidden_BTD, _ = model.features(batch["tokens"], *documents, **looked)
+  if not ahead:
+    return hidden_BTD, None
+  return hidden_BTD, model.draft(hidden_BTD, _ahead(batch)[0], *documents,
+                                 **vision.ahead(looked))[0]
+
+
+def _weights(batch):
+  """Sums of loss weights, by the loss that they are of."""
+  # A batch of padding only has a gradient of zero, not of 0 / 0.
+  return {name: jnp.maximum(jnp.sum(weights_BT), 1e-6)
+          for name, weights_BT in (("loss", batch["weights"]),
+                                   ("mtp_loss", _ahead(batch)[2]))}
 
 
 def _ahead(batch):

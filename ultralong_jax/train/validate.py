@@ -1,5 +1,8 @@
 """Held-out figures, the same in a run and in --mode evaluate."""
+from typing import Any, NamedTuple
+
 import jax
+from ml_collections import ConfigDict
 import numpy as np
 
 from ultralong_jax import sharding
@@ -10,6 +13,7 @@ from ultralong_jax.evaluate import perplexity
 from ultralong_jax.models import hybrid
 from ultralong_jax.train import check
 from ultralong_jax.train import checkpoint
+from ultralong_jax.train import stages
 
 
 def open_validation(config, tokenizer):
@@ -36,32 +40,52 @@ def evaluator(model, data, tokenizer, mesh, stop):
 def evaluate(config, workdir, stop=lambda: False) -> dict:
   """Returns the figures of the newest checkpoint of a run."""
   tokenizer = tokenizer_lib.load(config.data.tokenizer)
-  check.check(config, tokenizer.vocab)
   mesh = sharding.data_mesh()
-  model = hybrid.Hybrid(**config.model)
-  step, params, router = restore_model(model, workdir, sharding.whole(mesh))
-  data = open_validation(config, tokenizer)
-  figures = evaluator(model, data, tokenizer, mesh, stop).run(params, router)
-  return {"step": step, **dict(figures)}
+  saved = restore(config, workdir, sharding.whole(mesh))
+  check.check(saved.config, tokenizer.vocab)
+  data = open_validation(saved.config, tokenizer)
+  figures = evaluator(saved.model, data, tokenizer, mesh, stop).run(
+      saved.params, saved.router)
+  return {"step": saved.step, **dict(figures)}
 
 
-def restore_model(model, workdir, placed):
-  """Returns (step, params, router) of a run's newest checkpoint.
+class Saved(NamedTuple):
+  """The newest checkpoint of a run, without its optimizer.
+
+  Attributes:
+    step: of the run.
+    config: the run's, as it was in the stage of this step.
+    model: Hybrid of that config.
+    params, router: its arrays.
+  """
+  step: int
+  config: ConfigDict
+  model: hybrid.Hybrid
+  params: Any
+  router: Any
+
+
+def restore(config, workdir, placed) -> Saved:
+  """Returns the newest checkpoint of a run.
 
   Args:
-    model: Hybrid, as the run's config.json describes it.
+    config: of the run's config.json.
     workdir: the run's folder.
     placed: sharding of every array.
   """
+  plan = stages.resolve(config)
   checkpoints = checkpoint.Checkpoints(workdir, read_only=True)
   step = checkpoints.latest()
   if step is None:
     raise check.Refusal(f"{checkpoints.folder} holds no checkpoint: this run "
                         "has saved nothing yet")
+  record = stages.follow(plan, checkpoints.record(step), step)
+  c, = (stage.config for stage in plan if stage.name == record["stage"])
+  model = hybrid.Hybrid(**c.model)
   shapes = sharding.with_sharding(jax.eval_shape(
       model.init, jax.random.key(0), np.zeros((1, 1), np.int32)), placed)
   router = shapes["router"] if "router" in shapes else {}
   (params, router), _ = checkpoints.restore_model(
       step, shapes["params"], router)
   checkpoints.close()
-  return step, params, router
+  return Saved(step, c, model, params, router)

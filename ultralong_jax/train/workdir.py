@@ -17,6 +17,9 @@ from ultralong_jax.train.check import Refusal
 # computed. (data.path may move; the data's own fingerprint is compared.)
 HARMLESS = ("log", "checkpoint", "evaluate", "data.path", "model.remat",
             "model.implementation")
+# What runs had before there were stages.
+STAGELESS = {"batch_tokens": 0, "total_tokens": 0, "flat_evaluations": 0,
+             "flat_fall": 0.0, "stage_order": "", "stages": {}}
 NO_LEAVES = ("parent", "name", "training")  # fields of Hybrid that are none
 
 
@@ -61,6 +64,8 @@ def _as_now(config: dict) -> dict:
         and field.name not in NO_LEAVES):
       model.setdefault(field.name, field.default)
   config.setdefault("mtp_weight", 0.3)  # not read by those runs
+  for name, default in STAGELESS.items():
+    config.setdefault(name, default)
   return config
 
 

@@ -19,8 +19,10 @@ def open_log(folder, start=0, seconds=0., every_steps=10, every_seconds=5.,
              peak=None):
   config = ConfigDict(dict(every_steps=every_steps,
                            every_seconds=every_seconds))
-  return progress.Log(folder, config, start=start, steps=40, seconds=seconds,
-                      flops_per_token=1e3, peak=peak)
+  log = progress.Log(folder, config, start=start, steps=40, seconds=seconds,
+                     peak=peak)
+  log.enter("", flops_per_token=1e3)
+  return log
 
 
 def lines(folder):
