@@ -191,6 +191,9 @@ def optim():
   """Returns what optim.make and optim.schedule read."""
   c = ConfigDict()
   c.name = "muon"  # matrices by Muon, the rest by AdamW; "adamw": all by AdamW
+  # What Muon takes for a matrix of weights into heads: "per_head" each head's,
+  # "full_matrix" all heads' side by side.
+  c.muon = "per_head"
   c.lr = 0.02  # peak
   c.adam_lr = 2.5e-3  # peak of the AdamW group under Muon
   c.schedule = "cosine"  # "wsd" (warm-up, stable, decay) or "constant"

@@ -25,13 +25,17 @@ VECTORS = (
     (r"query(_\w+)?_[A-Z]+", False),  # depth residuals start at zero
 )
 
-# Muon: shape suffix of a `w_*` -> (reduction axes, output axes), counted from
-# the end. Axes not named are a batch, each orthogonalised alone: layers,
-# experts, and the heads of [in, head, width].
+# What `optim.muon` may be: is a projection into heads a matrix a head, or one?
+FORMS = ("per_head", "full_matrix")
+
+# Muon: shape suffix of a `w_*` -> forms, (reduction axes, output axes), counted
+# from the end; first match wins. Axes not named are a batch, each
+# orthogonalised alone: layers, experts, and the heads of [in, head, width].
 MATRICES = (
-    (r"[A-Z][HG][A-Z]", (-3,), (-1,)),  # into heads: one matrix a head
-    (r"[HG][A-Z][A-Z]", (-3, -2), (-1,)),  # out of all heads: one matrix
-    (r"E?[A-Z][A-Z]", (-2,), (-1,)),
+    (r"[A-Z][HG][A-Z]", ("per_head",), (-3,), (-1,)),  # into heads
+    (r"[A-Z][HG][A-Z]", ("full_matrix",), (-3,), (-2, -1)),
+    (r"[HG][A-Z][A-Z]", FORMS, (-3, -2), (-1,)),  # out of all heads
+    (r"E?[A-Z][A-Z]", FORMS, (-2,), (-1,)),
 )
 
 # Coefficients of the Newton-Schulz polynomials c0 X + c1 (XX')X + c2 (XX')^2 X.
@@ -66,16 +70,21 @@ class ScheduleState(NamedTuple):
   learning_rate: jax.Array
 
 
-def group(name: str) -> Group:
-  """Returns the group of the parameter `name` ("decoder/delta/w_q_DHK")."""
+def group(name: str, muon: str = "per_head") -> Group:
+  """Returns the group of a parameter.
+
+  Args:
+    name: such as "decoder/delta/w_q_DHK".
+    muon: of `FORMS`.
+  """
   leaf = name.rpartition("/")[2]
   for pattern, decay in VECTORS:
     if re.fullmatch(pattern, leaf):
       return Group("adamw", decay, None)
   stem, _, suffix = leaf.rpartition("_")
   if re.fullmatch(r"w(_[a-z0-9]+)+", stem):
-    for pattern, reduction, output in MATRICES:
-      if re.fullmatch(pattern, suffix):
+    for pattern, forms, reduction, output in MATRICES:
+      if muon in forms and re.fullmatch(pattern, suffix):
         axes = optax.contrib.MuonDimensionNumbers(reduction, output)
         return Group("muon", True, axes)
   raise ValueError(
@@ -84,11 +93,11 @@ def group(name: str) -> Group:
       "optim.VECTORS (AdamW) or optim.MATRICES (Muon)")
 
 
-def table(params, name: str = "muon") -> str:
+def table(params, name: str = "muon", muon: str = "per_head") -> str:
   """Returns one line a parameter: name, shape, optimizer, decay."""
   rows = []
   for leaf_name, leaf in tree.named_leaves(params).items():
-    optimizer, decay, axes = group(leaf_name)
+    optimizer, decay, axes = group(leaf_name, muon)
     optimizer = optimizer if name == "muon" else name
     blocks = f" {_blocks(leaf.shape, axes)}" if optimizer == "muon" else ""
     rows.append((leaf_name, "x".join(map(str, leaf.shape)),
@@ -163,6 +172,9 @@ def make(config, params, steps: int) -> optax.GradientTransformation:
   if config.name not in ("muon", "adamw"):
     raise ValueError(f"optim.name={config.name!r} is neither 'muon' nor "
                      "'adamw'")
+  if config.muon not in FORMS:
+    raise ValueError(f"optim.muon={config.muon!r} is neither 'per_head' nor "
+                     "'full_matrix'")
   # Rates relative to the schedule's, which is the main group's.
   adam_rate = config.adam_lr / config.lr if config.name == "muon" else 1.0
   adamw = optax.chain(
@@ -180,10 +192,10 @@ def make(config, params, steps: int) -> optax.GradientTransformation:
       _scale_by_schedule(schedule(config, steps)))
 
 
-def _field(field: str) -> Callable:
+def _field(field: str, muon: str = "per_head") -> Callable:
   """params -> that field of each one's group, whatever partition left out."""
   return lambda params: tree.map_named(
-      lambda name, _: getattr(group(name), field), params)
+      lambda name, _: getattr(group(name, muon), field), params)
 
 
 def _muon(config) -> optax.GradientTransformation:
@@ -192,14 +204,15 @@ def _muon(config) -> optax.GradientTransformation:
     # of AdamW's updates, so weight decay means the same to both (arXiv
     # 2502.16982).
     def scale(name, update):
-      return 0.2 * max(_matrix(update.shape, group(name).axes))**0.5 * update
+      axes = group(name, config.muon).axes
+      return 0.2 * max(_matrix(update.shape, axes))**0.5 * update
     return tree.map_named(scale, updates)
 
   return optax.chain(
       optax.contrib.scale_by_muon(
           ns_coeffs=NEWTON_SCHULZ, ns_steps=len(NEWTON_SCHULZ),
           preconditioning="schatten", beta=config.momentum,
-          weight_dimension_numbers=_field("axes")),
+          weight_dimension_numbers=_field("axes", config.muon)),
       optax.stateless(scale_rms),
       optax.add_decayed_weights(config.weight_decay))
 

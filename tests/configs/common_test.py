@@ -25,7 +25,8 @@ def test_base_passes_its_own_checks():
 
 def test_every_leaf_can_be_set_from_the_command_line():
   values = workdir.leaves(common.get_config()).values()
-  assert all(type(x) in (bool, int, float, str) for x in values)
+  assert all(type(x) in (bool, int, float, str, tuple)
+             for x in values)
 
 
 def test_argument_is_typed_by_its_default():

@@ -74,10 +74,10 @@ def test_unknown_name_says_what_to_do():
       optim.make(config(name=name), params, steps=100)
 
 
-def orthogonalised(gradients):
+def orthogonalised(gradients, muon="per_head"):
   """Updates of Muon alone: first step, nothing clipped or decayed."""
   params = jax.tree.map(jnp.zeros_like, gradients)
-  c = config(weight_decay=0., clip_norm=1e9, warmup_steps=0, lr=1.)
+  c = config(weight_decay=0., clip_norm=1e9, warmup_steps=0, lr=1., muon=muon)
   return update(c, gradients, params)
 
 
@@ -113,6 +113,22 @@ def test_a_head_and_a_layer_do_not_see_the_others(muon_updates):
   np.testing.assert_allclose(new[1, :, 0], -old[1, :, 0], rtol=1e-3, atol=1e-4)
   alone = orthogonalised({"w_q_DHK": gradients["delta"]["w_q_DHK"][0]})
   np.testing.assert_allclose(alone["w_q_DHK"], old[0], rtol=1e-3, atol=1e-4)
+
+
+def test_all_heads_can_be_one_matrix_and_then_see_each_other():
+  q_DHK = jax.random.normal(jax.random.key(0), (24, 3, 4))
+  other_DHK = q_DHK.at[:, 0].multiply(-7.)
+  for muon, couples in (("full_matrix", True), ("per_head", False)):
+    one, two = (orthogonalised({"w_q_DHK": x, "w_out_HVD": q_DHK.T}, muon)
+                for x in (q_DHK, other_DHK))
+    values = np.linalg.svd(one["w_q_DHK"].reshape(24, 12), compute_uv=False)
+    values = values / (0.2 * 24**0.5)
+    assert (abs(values - 1).max() < 0.2) == couples, values
+    change = abs(one["w_q_DHK"] - two["w_q_DHK"])[:, 1:].max()
+    assert (change > 1e-2) == couples, change
+    # Out of all heads is one matrix in both forms.
+    values = np.linalg.svd(one["w_out_HVD"].reshape(12, 24), compute_uv=False)
+    assert abs(values / (0.2 * 24**0.5) - 1).max() < 0.2
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
@@ -182,6 +198,7 @@ def test_rate_is_readable_in_the_state():
 
 @pytest.mark.parametrize("leaves, message", [
     ({"name": "sgd"}, "optim.name='sgd'"),
+    ({"muon": "heads"}, "optim.muon='heads'"),
     ({"schedule": "step"}, "optim.schedule='step'"),
     ({"warmup_steps": 100}, "optim.warmup_steps=100"),
     ({"schedule": "wsd", "decay_steps": 0}, "optim.decay_steps=0")])
@@ -195,5 +212,8 @@ def test_table_has_a_line_for_each_parameter():
   assert len(lines) == len(tree.named_leaves(make_params()))
   assert any(line.split() == ["delta/w_q_DHK", "2x12x3x4", "muon", "6", "of",
                               "12x4", "decay"] for line in lines)
+  full = optim.table(jax.eval_shape(make_params), muon="full_matrix")
+  assert "muon 2 of 12x12" in next(
+      line for line in full.splitlines() if "w_q_DHK" in line)
   assert any(line.split() == ["query_D", "12", "adamw", "no", "decay"]
              for line in lines)

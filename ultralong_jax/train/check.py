@@ -3,6 +3,7 @@ import ml_collections
 from PIL import Image
 
 from pallas_kernels.kda import config as kda_config
+from ultralong_jax import optim
 from ultralong_jax.data import images
 from ultralong_jax.data import reading
 from ultralong_jax.layers import balance
@@ -25,6 +26,7 @@ CHOICES = {
     "data.source": ("text", *reading.SOURCES),
     "model.dtype": ("float32", "bfloat16"),
     "optim.name": ("muon", "adamw"),
+    "optim.muon": optim.FORMS,
     "optim.schedule": ("cosine", "wsd", "constant"),
 }
 # At least 1, and at least 0.

@@ -66,6 +66,7 @@ def _as_now(config: dict) -> dict:
   config.setdefault("mtp_weight", 0.3)  # not read by those runs
   for name, default in STAGELESS.items():
     config.setdefault(name, default)
+  config["optim"].setdefault("muon", "per_head")
   return config
 
 

@@ -74,6 +74,7 @@ def config(**leaves):
     ({"accumulate": 4}, "leaves 2 rows for 4 devices; set batch=16"),
     ({"steps": 0}, "steps=0: has to be at least 1"),
     ({"optim.name": "sgd"}, "optim.name"),
+    ({"optim.muon": "heads"}, "choose from per_head, full_matrix"),
     ({"optim.schedule": "linear"}, 'schedule="linear": choose from cosine'),
     ({"optim.schedule": "wsd"}, "decay_steps=0.*try 200"),
     ({"optim.schedule": "wsd", "optim.decay_steps": 990}, "exceed steps=1000"),

@@ -230,7 +230,10 @@ def test_measured_thresholds_balance_the_batch():
                weights=ones.astype(np.float32))
   variables = model.init(jax.random.key(0), np.zeros((1, 1), np.int32))
   params, router = variables["params"], variables["router"]
-  router = jax.tree.map(lambda x: x + 0.3 * jnp.arange(x.shape[-1]), router)
+  # Scores as spread as those of a trained router.
+  params = tree.map_named(
+      lambda name, x: 30 * x if "w_router" in name else x, params)
+  router = jax.tree.map(lambda x: x + 0.1 * jnp.arange(x.shape[-1]), router)
   measure = jax.jit(step_lib.make_measure(model, accumulate=2))
   nats_of = step_lib.make_loss(model, balance.Settings())
 
