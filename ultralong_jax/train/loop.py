@@ -224,6 +224,7 @@ def _stage(run, stage, record, state, data):
         break
       if run.profile and step == run.profile[0]:
         jax.profiler.start_trace(run.workdir / "profile")
+      run.checkpoints.poll()  # raises what a save in the background failed of
       state, metrics = train_step(state, sharding.put(next(batches), mesh))
       record["stage_steps"] = step - before
       if waiting is not None:
