@@ -1,4 +1,4 @@
-"""Command line: flags -> config -> train, evaluate, generate, exchange."""
+"""Command line: flags -> config -> train, evaluate, generate, and so on."""
 import pathlib
 import shlex
 import sys
@@ -11,7 +11,9 @@ from ml_collections import config_flags
 import ultralong_jax
 from ultralong_jax.interop import huggingface
 from ultralong_jax.train import check
+from ultralong_jax.train import checkpoint
 from ultralong_jax.train import exchange
+from ultralong_jax.train import listing
 from ultralong_jax.train import loop
 from ultralong_jax.train import signals
 from ultralong_jax.train import validate
@@ -25,9 +27,10 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.",
                               required=True)
 MODE = flags.DEFINE_enum(
     "mode", "train",
-    ["train", "evaluate", "generate", "import_hf", "export_hf"],
-    "What to do. import_hf makes the run --workdir of the checkpoint --hf; "
-    "export_hf writes the run's newest checkpoint to --hf.")
+    ["train", "evaluate", "generate", "inspect", "import_hf", "export_hf"],
+    "What to do. inspect lists the run's checkpoints and exits with 1 if the "
+    "newest does not verify. import_hf makes the run --workdir of the "
+    "checkpoint --hf; export_hf writes the run's newest checkpoint to --hf.")
 HF = flags.DEFINE_string(
     "hf", None, "Folder with a Kimi Linear checkpoint in the Hugging Face "
     "hub's format: config.json and *.safetensors.")
@@ -54,8 +57,10 @@ def main(argv):
   logging.set_verbosity(logging.ERROR)  # Orbax reports every save at length
   try:
     sys.exit({"train": train, "evaluate": evaluate, "generate": generate,
-              "import_hf": import_hf, "export_hf": export_hf}[MODE.value]())
-  except (check.Refusal, huggingface.Refusal) as refusal:
+              "inspect": inspect, "import_hf": import_hf,
+              "export_hf": export_hf}[MODE.value]())
+  except (check.Refusal, huggingface.Refusal,
+          checkpoint.NotSaved) as refusal:
     sys.exit(f"error: {refusal}")
 
 
@@ -93,6 +98,12 @@ def generate() -> int:
       temperature=TEMPERATURE.value)
   print(PROMPT.value + text)
   return 0
+
+
+def inspect() -> int:
+  rows = listing.inspect(WORKDIR.value)
+  print(listing.table(rows))
+  return 0 if listing.newest_verifies(rows) else 1
 
 
 def import_hf() -> int:

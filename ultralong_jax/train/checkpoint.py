@@ -9,7 +9,6 @@ whole, shelf.py which ones there are.
 import pathlib
 import shutil
 import sys
-import threading
 import time
 from typing import Callable
 
@@ -18,6 +17,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ultralong_jax.train import background
 from ultralong_jax.train import checksum
 from ultralong_jax.train import manifest as manifest_lib
 from ultralong_jax.train import named
@@ -72,10 +72,15 @@ class Checkpoints:
       except OSError as error:
         raise Refusal(f"{self.folder} cannot be written: {error.strerror}; "
                       "give a --workdir that can") from error
-    self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(
-        model=ocp.StandardCheckpointHandler(),
-        rest=ocp.StandardCheckpointHandler(),
-        record=ocp.JsonCheckpointHandler()))
+    # Were folders made in a thread, one that cannot be made would leave
+    # others waiting for it, and the process could not exit.
+    self._orbax = ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(
+            model=ocp.StandardCheckpointHandler(),
+            rest=ocp.StandardCheckpointHandler(),
+            record=ocp.JsonCheckpointHandler()),
+        async_options=ocp.AsyncOptions(
+            create_directories_asynchronously=False))
 
   def steps(self) -> list[int]:
     """Returns the steps that are committed on disk, oldest first."""
@@ -137,7 +142,7 @@ class Checkpoints:
           record=ocp.args.JsonSave(record)))
     except Exception as error:  # Orbax raises bare ones
       raise self._not_saved(step, error) from error
-    self._commit = _Background(lambda: self._finish(step, manifest))
+    self._commit = background.Call(lambda: self._finish(step, manifest))
 
   def _finish(self, step: int, manifest: dict):
     """Commits what Orbax writes, and deletes what it replaces."""
@@ -266,30 +271,6 @@ class Checkpoints:
   def _first(self, do):
     """Calls `do` on process 0 and returns what it returns."""
     return do() if jax.process_index() == 0 else None
-
-
-class _Background:
-  """A call in a thread of its own; the interpreter waits for its end."""
-
-  def __init__(self, call: Callable[[], None]):
-    self._call = call
-    self._error = None
-    self._thread = threading.Thread(target=self._run, name="commit")
-    self._thread.start()
-
-  def _run(self):
-    try:
-      self._call()
-    except BaseException as error:  # kept for whoever asks
-      self._error = error
-
-  def done(self) -> bool:
-    return not self._thread.is_alive()
-
-  def result(self):
-    self._thread.join()
-    if self._error is not None:
-      raise self._error
 
 
 def _first_line(error: Exception) -> str:
