@@ -2,8 +2,12 @@
 import json
 import os
 import pathlib
+import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import chex
 import numpy as np
@@ -69,19 +73,21 @@ def call(tmp_path_factory):
     (text / f"{i}.txt").write_text(f"document {i} says: " + 9 * f"{i * i} ")
   cache = tmp_path_factory.mktemp("cache")
 
+  # All runs compile the same: the first one does it.
+  cached = {"JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+
   def run(*arguments, status=0, xla_flags=""):
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=ROOT, text=True,
         capture_output=True, timeout=300, env={
-            **os.environ,
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}",
-            # All runs compile the same: the first one does it.
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"})
+            **os.environ, **cached,
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}"})
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
+  run.cached = cached
   run.flags = ["--config", "configs/tiny.py", f"--config.data.path={text}",
                *(f"--config.{leaf}" for leaf in SMALL)]
   return run
@@ -157,6 +163,38 @@ def test_killed_and_stopped_run_equals_an_unbroken_one(
 
 
 @pytest.mark.slow
+def test_run_killed_at_random_moments_equals_an_unbroken_one(
+    call, unbroken, tmp_path):
+  command = ["-m", "ultralong_jax.main", "--workdir", tmp_path, *call.flags,
+             "--config.checkpoint.every_steps=1"]
+  draw = random.Random(0)
+  start, kills = time.monotonic(), 0
+  call(*command[:3], tmp_path / "timed", *command[4:])
+  seconds = time.monotonic() - start
+  while kills < 10:
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=ROOT,
+        env={**os.environ, **call.cached}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True)
+    try:
+      # It ends only if the moment was drawn late and little was left to do.
+      process.wait(draw.uniform(0.4, 1) * seconds)
+    except subprocess.TimeoutExpired:
+      process.send_signal(signal.SIGKILL)
+    said = process.communicate()[1]
+    assert process.returncode in (0, -9), said
+    assert "passed over" not in said
+    kills += process.returncode == -9
+    if process.returncode == 0:  # the next one has a step to do again
+      checkpoints = tmp_path / "checkpoints"
+      (checkpoints / str(STEPS)).rename(tmp_path / f"ended{kills}")
+  call(*command)
+  assert losses(tmp_path) == losses(unbroken)
+  assert record(tmp_path, STEPS) == record(unbroken, STEPS)
+  call("-m", "ultralong_jax.main", "--workdir", tmp_path, "--mode", "inspect")
+
+
+@pytest.mark.slow
 def test_two_devices_learn_what_one_does(call, unbroken, tmp_path):
   call("-m", "ultralong_jax.main", "--workdir", tmp_path, *call.flags,
        xla_flags="--xla_force_host_platform_device_count=2")
@@ -181,6 +219,19 @@ def test_generate_goes_on_from_the_prompt(call, unbroken):
   text = call("-m", "ultralong_jax.main", "--workdir", unbroken, "--mode",
               "generate", "--prompt", "document ", "--max_new_tokens", 8)
   assert text.startswith("document ")
+
+
+def test_inspect_says_what_is_whole_by_its_exit_status(
+    call, unbroken, tmp_path):
+  inspect = ["-m", "ultralong_jax.main", "--mode", "inspect", "--workdir"]
+  *_, first, last = call(*inspect, unbroken).splitlines()
+  assert first.split()[:3] == ["10", "10", "full"]
+  assert last.split()[:3] == ["20", "20", "full"] and "verified" in last
+  shutil.copytree(unbroken / "checkpoints", tmp_path / "checkpoints")
+  path = tmp_path / "checkpoints/20/record/metadata"
+  path.write_text(path.read_text().replace("1", "2", 1))
+  *_, last = call(*inspect, tmp_path, status=1).splitlines()
+  assert "damaged: record/metadata: other contents" in last
 
 
 def test_wrong_flags_are_explained_in_a_line(call, unbroken):

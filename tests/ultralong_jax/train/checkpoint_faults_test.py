@@ -9,6 +9,7 @@ import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -409,6 +410,81 @@ def test_killed_in_saves_it_resumes_bit_for_bit(tmp_path, kills):
   names = {path.name for path in pathlib.Path(
       tmp_path / "checkpoints").iterdir()}
   assert not any("saving" in name or "tmp" in name for name in names)
+
+
+RESHARD = STATE + """
+import json
+P, mesh = jax.sharding.PartitionSpec, jax.sharding.Mesh
+def placed(devices):
+  rows = jax.sharding.NamedSharding(
+      mesh(np.array(jax.devices()[:devices]), ("data",)), P("data"))
+  whole = jax.sharding.NamedSharding(rows.mesh, P())
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=rows if x.ndim > 1 else whole),
+      jax.eval_shape(start))
+state = train(train(start()))
+state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, placed(8)))
+saves = checkpoint.Checkpoints(sys.argv[1], keep=9)
+for devices in (4, 2):  # what 4 have restored is saved and read by 2
+  saves.save(state, {})
+  step = saves.latest() if saves.wait() is None else None
+  read, _ = saves.restore(step, placed(devices))
+  assert len(read.params["w_DF"].sharding.device_set) == devices
+  assert same(read, state), devices
+  state = train(read)
+saves.save(state, {})
+saves.close()
+"""
+
+
+def test_other_devices_restore_the_same_arrays(tmp_path):
+  subprocess.run(
+      [sys.executable, "-c", RESHARD, tmp_path], check=True, timeout=60,
+      env={**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+           + " --xla_force_host_platform_device_count=8"})
+  state = state_at(4)
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  assert checkpoints.steps() == [2, 3, 4]
+  restored, _ = checkpoints.restore(4, SPACE["shapes"]())
+  checkpoints.close()
+  np.testing.assert_allclose(
+      restored.params["w_DF"], state.params["w_DF"], rtol=1e-6)
+
+
+PROCESSES = STATE + """
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+P = jax.sharding.PartitionSpec
+mesh = jax.make_mesh((2,), ("data",))
+def sharding_of(x):
+  return jax.sharding.NamedSharding(mesh, P("data") if x.ndim > 1 else P())
+form = jax.eval_shape(start)
+state = jax.jit(lambda: train(start()),
+                out_shardings=jax.tree.map(sharding_of, form))()
+saves = checkpoint.Checkpoints(sys.argv[1])
+saves.save(state, {"position": 1})
+saves.wait()
+assert saves.latest() == 1 or jax.process_index()
+read, _ = saves.restore(1, jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=sharding_of(x)), form))
+for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(state)):
+  for x, y in zip(a.addressable_shards, b.addressable_shards):
+    assert np.array_equal(x.data, y.data)
+saves.close()
+"""
+
+
+def test_two_processes_save_what_one_restores(tmp_path):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = "127.0.0.1:%d" % free.getsockname()[1]
+  both = [subprocess.Popen(
+      [sys.executable, "-c", PROCESSES, tmp_path, address, str(i)],
+      text=True, stderr=subprocess.PIPE) for i in range(2)]
+  for process in both:
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said
+  step, said = newest(tmp_path, {1: state_at(1)})
+  assert (step, said) == (1, "")
 
 
 def test_the_listing_says_what_is_whole(run):
