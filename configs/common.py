@@ -37,6 +37,12 @@ def get_config():
 
   c.evaluate = ConfigDict()
   c.evaluate.every_steps = 500  # 0: at the end of the run only
+  # Needles and pairs in held-out text: right answers by length and depth.
+  c.evaluate.recall_lengths = ()  # in tokens, such as (1_024, 65_536); (): off
+  c.evaluate.recall_depths = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: far back
+  c.evaluate.recall_samples = 32  # documents of a task, length and depth
+  c.evaluate.recall_segment = 4_096  # tokens that are read at a time
+  c.evaluate.recall_statements = 4  # in a document, one of them asked
   c.checkpoint = ConfigDict()
   c.checkpoint.every_steps = 500  # 0: at the end and on a signal only
   c.checkpoint.keep = 2  # newest checkpoints that stay on disk
@@ -175,6 +181,7 @@ def data():
   c = ConfigDict()
   # Or, with images: "interleaved" (JSON lines of your own under data.path),
   # "digits", "pages", "reading" (both of them, between text of data.path).
+  # Or "synthetic": tasks made up, inside of text of data.path.
   c.source = "text"
   c.path = ""  # folder or glob of UTF-8 text; "": Python's standard library
   c.tokenizer = "byte"  # or a tokenizers JSON file
@@ -184,6 +191,22 @@ def data():
   c.patches = 0  # of images in a row; 0 without images
   c.image_pixels = 16_384  # of one image; larger ones are shrunk
   c.decoded_pixels = 50_000_000  # of a file; larger ones are not decoded
+  c.synthetic = synthetic()
+  return c
+
+
+def synthetic():
+  """Returns what data.synthetic reads; for data.source "synthetic"."""
+  tasks = "needles", "pairs", "variables", "settings", "permuted"
+  c = ConfigDict()
+  c.documents = 8_192  # in an epoch; they differ by seed
+  # Tokens between the question and the evidence furthest back that it needs.
+  c.distance_low = 128
+  c.distance_high = 256
+  c.statements = 4  # in a document, of which a question asks for some
+  c.shares = ConfigDict(dict.fromkeys(tasks, 1.0))  # of documents, relative
+  # Of the loss, in training only: on an answer by its task; on all else.
+  c.weights = ConfigDict(dict.fromkeys(("text", *tasks), 1.0))
   return c
 
 

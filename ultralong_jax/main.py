@@ -85,8 +85,8 @@ def evaluate() -> int:
   with signals.listen() as stop:
     figures = validate.evaluate(saved_config(), WORKDIR.value, stop)
   for name, value in figures.items():
-    print(f"{name} {value:.5g}" if isinstance(value, float)
-          else f"{name} {value:,}")
+    form = {float: ".5g", int: ","}.get(type(value), "")
+    print(f"{name} {value:{form}}")
   return stop.exit_code if stop() else 0
 
 

@@ -14,9 +14,9 @@ def whole(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
-def rows(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of batches: the first axis is split."""
-  return NamedSharding(mesh, PartitionSpec("data"))
+def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
+  """Returns the sharding of batches: the axis of rows is split."""
+  return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
 
 
 def put(batch: dict, mesh: Mesh) -> dict:

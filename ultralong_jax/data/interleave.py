@@ -21,8 +21,10 @@ from ultralong_jax.data import images
 from ultralong_jax.data import packing
 from ultralong_jax.data import sources
 
-# What an answer is about; figures are reported for each.
-TASKS = ("answers", "digits", "pages")
+# What an answer is about; figures are reported for each. Of your own
+# documents, of `reading`, and the rest of `synthetic`.
+TASKS = ("answers", "digits", "pages",
+         "needles", "pairs", "variables", "settings", "permuted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,16 +266,7 @@ class Encoded:
     """
     targets = row["targets"][at:at + length]
     row["weights"][at:at + length][targets == self._media] = 0
-    answers = self._answers[document]
-    marks = row["answers"]
-    before = marks.max(initial=0)
-    used = -(-before // len(TASKS))
-    for first, stop, task in answers:
-      # Token t is the target of t - 1. Half an answer is none.
-      if start < first and stop <= start + length + 1:
-        part = slice(at + first - 1 - start, at + stop - 1 - start)
-        marks[part] = 1 + task + len(TASKS) * used
-        used += 1
+    mark_answers(row["answers"], at, start, length, self._answers[document])
     pictures = self._pictures[document]
     low = bisect.bisect_left(pictures, start, key=lambda item: item[0])
     ids = row["patch_segment_ids"]
@@ -285,6 +278,24 @@ class Encoded:
                          self._form)
       part = slice(at + first - start, at + first - start + seen.tokens)
       row["media_index"][part] = np.arange(*media)
+
+
+def mark_answers(marks, at, start, length, answers):
+  """Marks the answers of a piece in a row; see `Encoded.blank`.
+
+  Args:
+    marks: int32 [T], `answers` of the row.
+    at: where in the row the piece begins.
+    start, length: of the piece in its document.
+    answers: (start, stop, task) of the document's, in tokens.
+  """
+  used = -(-marks.max(initial=0) // len(TASKS))
+  for first, stop, task in answers:
+    # Token t is the target of t - 1. Half an answer is none.
+    if start < first and stop <= start + length + 1:
+      part = slice(at + first - 1 - start, at + stop - 1 - start)
+      marks[part] = 1 + task + len(TASKS) * used
+      used += 1
 
 
 def _encode(pieces, tokenizer, name):

@@ -12,6 +12,7 @@ from ultralong_jax.data import interleave
 from ultralong_jax.data import packing
 from ultralong_jax.data import reading
 from ultralong_jax.data import sources
+from ultralong_jax.data import synthetic
 
 # Batches made ahead by one thread. More would only delay a stop.
 AHEAD = 4
@@ -25,8 +26,8 @@ def open_data(config, tokenizer, *, context, batch, seed, split="train",
   on the context of training, so that a figure means the same in every run.
 
   Args:
-    config: leaves source, path, validation_fraction, validation_bytes and
-      validation_context (`config.data`).
+    config: leaves source, path, validation_fraction, validation_bytes,
+      validation_context and, read by that source, synthetic (`config.data`).
     tokenizer: see `tokenizer.load`.
     context: tokens of a training row; validation takes validation_context.
     batch: rows of a global batch.
@@ -36,22 +37,28 @@ def open_data(config, tokenizer, *, context, batch, seed, split="train",
   """
   if split not in ("train", "validation"):
     raise ValueError(f"{split=} must be 'train' or 'validation'")
-  if config.source == "text":
-    documents = sources.open_documents(config.path)
-    train, validation = sources.split(documents, config.validation_fraction)
-    encode = functools.partial(encoded.Encoded, tokenizer=tokenizer)
-  else:
+  if config.source in reading.SOURCES:
     train, validation = reading.open_splits(config, form)
     encode = functools.partial(interleave.Encoded, tokenizer=tokenizer,
                                form=form)
+  else:
+    train, validation = sources.split(sources.open_documents(config.path),
+                                      config.validation_fraction)
+    encode = functools.partial(encoded.Encoded, tokenizer=tokenizer)
+  if config.source == "synthetic":
+    held_out = split == "validation"
+    encode = functools.partial(
+        synthetic.Encoded, tokenizer=tokenizer, settings=config.synthetic,
+        split=split, seed=0 if held_out else seed,
+        limit=config.validation_bytes if held_out else None)
   if split == "train":
     return Data(train, encode(train), tokenizer, context=context, batch=batch,
                 seed=seed, endless=True)
-  if config.source == "text":
+  if config.source in reading.SOURCES:
+    validation = interleave.beginning(validation, config.validation_bytes)
+  elif config.source == "text":
     validation = sources.sample(validation, config.validation_bytes,
                                 config.validation_context)
-  else:
-    validation = interleave.beginning(validation, config.validation_bytes)
   if not len(validation):
     raise ValueError(
         "nothing to validate on: data.validation_fraction="
@@ -66,8 +73,8 @@ class Data:
   """Rows of packed documents, in batches.
 
   Attributes:
-    documents: see `sources.Documents`.
-    bytes: bytes of text in an epoch.
+    documents: see `sources.Documents`; of generated ones, their haystack.
+    bytes: bytes of text in these.
     rows_per_epoch: rows in which every document occurs exactly once.
     targets_per_epoch: targets with weight in an epoch.
     fill: share of tokens that are not padding.
@@ -149,8 +156,9 @@ class Data:
       targets: int32; the next token of the document, also where it is cut.
       segment_ids: int32; 1, 2, ... for the pieces in a row, 0 for padding.
       positions: int32; place in the piece.
-      weights: float32; 1, or 0 for padding and targets that are pictures.
-      and, of a source with pictures, those of `interleave.Encoded.blank`.
+      weights: float32; 1, or 0 for padding and targets that are pictures;
+        of generated documents, as `data.synthetic.weights` says.
+      and, of other sources than text, what their `Encoded.blank` has.
     """
     row = self._padding()
     if self._endless:

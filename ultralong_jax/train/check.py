@@ -6,6 +6,7 @@ from pallas_kernels.kda import config as kda_config
 from ultralong_jax import optim
 from ultralong_jax.data import images
 from ultralong_jax.data import reading
+from ultralong_jax.data import synthetic
 from ultralong_jax.layers import balance
 from ultralong_jax.layers import prototypes
 from ultralong_jax.models import depth_plan
@@ -23,7 +24,7 @@ CHOICES = {
     "model.fusion": ("layer", "head", "token"),
     "model.vision": ("none", "tower", "direct"),
     "model.remat": ("none", "layer"),
-    "data.source": ("text", *reading.SOURCES),
+    "data.source": ("text", *reading.SOURCES, "synthetic"),
     "model.dtype": ("float32", "bfloat16"),
     "optim.name": ("muon", "adamw"),
     "optim.muon": optim.FORMS,
@@ -42,14 +43,19 @@ COUNTS = (
     "model.vision_hidden", "data.image_pixels", "data.decoded_pixels",
     "model.routing_width",
     "balance.quantile_steps", "balance.load_steps", "data.validation_bytes",
-    "data.validation_context", "checkpoint.keep", "log.every_steps")
+    "data.validation_context", "data.synthetic.documents",
+    "data.synthetic.statements", "evaluate.recall_samples",
+    "evaluate.recall_segment", "evaluate.recall_statements",
+    "checkpoint.keep", "log.every_steps")
 COUNTS_OR_ZERO = (
     "model.latent_shared_width", "model.query_rank", "model.gate_rank",
     "model.dense_layers", "model.injection_stride", "model.router_noise",
     "model.capacity_factor", "data.patches", "balance.load_least",
     "model.expert_latent", "model.shared_experts", "optim.warmup_steps",
     "optim.decay_steps", "optim.weight_decay", "evaluate.every_steps",
-    "checkpoint.every_steps", "log.every_seconds")
+    "checkpoint.every_steps", "log.every_seconds",
+    *(f"data.synthetic.shares.{task}" for task in synthetic.TASKS),
+    *(f"data.synthetic.weights.{name}" for name in ("text", *synthetic.TASKS)))
 POSITIVE = (
     "mtp_weight", "optim.lr", "optim.adam_lr", "optim.clip_norm",
     "model.norm_epsilon", "model.routed_scale", "balance.load_rate",
@@ -73,7 +79,8 @@ def check(config, vocab: int = 0, devices: int = 1, processes: int = 1):
   # A leaf that is wrong alone would only confuse what is said of several.
   errors = list(_leaves(config)) or [
       *_model(config.model, vocab), *_rows(config, devices, processes),
-      *_images(config), *_optim(config), *_balance(config.balance)]
+      *_images(config), *_synthetic(config), *_recall(config.evaluate),
+      *_optim(config), *_balance(config.balance)]
   if errors:
     raise Refusal("this config cannot run:\n  " + "\n  ".join(errors))
 
@@ -236,7 +243,7 @@ def _balance(c):
 def _images(c):
   """What images ask of the model and of the rows."""
   if c.model.vision == "none":
-    if c.data.source != "text":
+    if c.data.source in reading.SOURCES:
       yield (f'data.source="{c.data.source}" has images, which model.vision='
              '"none" does not read; set model.vision=tower')
     return
@@ -253,7 +260,7 @@ def _images(c):
   if form.pixels < form.unit**2:
     yield (f"data.image_pixels={form.pixels} is less than one token of "
            f"{form.unit} x {form.unit} pixels; raise it")
-  if c.data.source == "text":
+  if c.data.source not in reading.SOURCES:
     return
   merged = form.merge**2
   most = form.pixels // form.unit**2
@@ -265,6 +272,47 @@ def _images(c):
     if _leaf(c, name) < most:
       yield (f"{name}={_leaf(c, name)} holds no image of data.image_pixels="
              f"{form.pixels}, which takes {most} tokens; lower the latter")
+
+
+def _synthetic(config):
+  """What generated documents ask of the rows."""
+  if config.data.source != "synthetic":
+    return
+  c = config.data.synthetic
+  least = synthetic.least_distance(c.statements)
+  if c.distance_low < least:
+    yield (f"data.synthetic.distance_low={c.distance_low} may not hold data."
+           f"synthetic.statements={c.statements}; set at least {least}")
+  if c.distance_high < c.distance_low:
+    yield (f"data.synthetic.distance_high={c.distance_high} is below data."
+           f"synthetic.distance_low={c.distance_low}; swap them")
+  longest = c.distance_high + synthetic.room(c.statements)
+  fit = -(-longest // kda_config.CHUNK) * kda_config.CHUNK
+  for name in ("context", "data.validation_context"):
+    if _leaf(config, name) < longest:
+      yield (f"{name}={_leaf(config, name)} cuts documents of data.synthetic."
+             f"distance_high={c.distance_high}, which have up to {longest} "
+             f"tokens; set {name}={fit} or lower the latter")
+  for name in ("shares", "weights"):
+    if not any(c[name].values()):
+      yield f"data.synthetic.{name} are all 0; raise one"
+
+
+def _recall(c):
+  """What the figures of recall ask of their documents."""
+  least = (synthetic.least_distance(c.recall_statements)
+           + synthetic.room(c.recall_statements))
+  for length in c.recall_lengths:
+    if length < least:
+      yield (f"evaluate.recall_lengths={tuple(c.recall_lengths)}: {length} "
+             f"tokens do not hold evaluate.recall_statements="
+             f"{c.recall_statements}; set at least {least}")
+  for depth in c.recall_depths:
+    if not 0 <= depth <= 1:
+      yield (f"evaluate.recall_depths={tuple(c.recall_depths)}: {depth} is no "
+             "depth; set it from 0 (far back) to 1")
+  if c.recall_lengths and not c.recall_depths:
+    yield "evaluate.recall_depths=() measures nothing; set (0.0, 0.5, 1.0)"
 
 
 def _optim(c):

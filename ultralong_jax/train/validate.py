@@ -10,31 +10,71 @@ from ultralong_jax.data import images
 from ultralong_jax.data import loader
 from ultralong_jax.data import tokenizer as tokenizer_lib
 from ultralong_jax.evaluate import perplexity
+from ultralong_jax.evaluate import recall
 from ultralong_jax.models import hybrid
 from ultralong_jax.train import check
 from ultralong_jax.train import checkpoint
 from ultralong_jax.train import stages
 
 
+class Validation:
+  """What a run is measured on.
+
+  Attributes:
+    rows: `loader.Data`, held-out documents.
+    documents: theirs.
+    settings: `config.evaluate`.
+    tokens: of a training step, about as many as are read together.
+  """
+
+  def __init__(self, rows, settings, tokens):
+    self.rows, self.documents = rows, rows.documents
+    self.settings, self.tokens = settings, tokens
+
+
 def open_validation(config, tokenizer):
-  """Returns the validation slice, in batches of about a step's tokens."""
+  """Returns the Validation, its rows in batches of about a step's tokens."""
   devices = jax.device_count()
-  rows = config.batch * config.context // config.data.validation_context
-  return loader.open_data(
+  tokens = config.batch * config.context
+  rows = tokens // config.data.validation_context
+  return Validation(loader.open_data(
       config.data, tokenizer, context=config.context,
       batch=max(1, rows // devices) * devices, seed=config.seed,
-      split="validation", form=images.form(config))
+      split="validation", form=images.form(config)), config.evaluate, tokens)
 
 
 def evaluator(model, data, tokenizer, mesh, stop):
-  """Returns the evaluator whose run(params, router) gives the figures."""
-  def batches():
-    return data.batches(process_index=jax.process_index(),
-                        process_count=jax.process_count())
+  """Returns the evaluator whose run(params, router) gives the figures.
 
-  return perplexity.Perplexity(
-      model, batches, tokenizer.byte_lengths,
-      lambda batch: sharding.put(batch, mesh), stop)
+  Args:
+    model: Hybrid.
+    data: of `open_validation`.
+    tokenizer: see `tokenizer.load`.
+    mesh: of `sharding.data_mesh`.
+    stop: polled; once it is true, no further figure comes.
+  """
+  def batches():
+    return data.rows.batches(process_index=jax.process_index(),
+                             process_count=jax.process_count())
+
+  guess = recall.Segmented(model, data.settings.recall_segment, mesh, stop)
+  return Chain(
+      perplexity.Perplexity(model, batches, tokenizer.byte_lengths,
+                            lambda batch: sharding.put(batch, mesh), stop),
+      recall.Recall(guess, data.documents, tokenizer, data.settings,
+                    tokens=data.tokens, devices=mesh.size, stop=stop))
+
+
+class Chain:
+  """Evaluators one after another."""
+
+  def __init__(self, *evaluators):
+    self._evaluators = evaluators
+
+  def run(self, params, router):
+    """Yields the (name, value) of all of them."""
+    for one in self._evaluators:
+      yield from one.run(params, router)
 
 
 def evaluate(config, workdir, stop=lambda: False) -> dict:

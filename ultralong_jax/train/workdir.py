@@ -9,6 +9,8 @@ import textwrap
 
 from ml_collections import ConfigDict
 
+from ultralong_jax.data import synthetic
+from ultralong_jax.evaluate import recall
 from ultralong_jax.layers import balance
 from ultralong_jax.models import hybrid
 from ultralong_jax.train.check import Refusal
@@ -67,6 +69,10 @@ def _as_now(config: dict) -> dict:
   for name, default in STAGELESS.items():
     config.setdefault(name, default)
   config["optim"].setdefault("muon", "per_head")
+  config["data"].setdefault("synthetic", synthetic.defaults())  # nor these
+  evaluate = config["evaluate"] = {**recall.defaults(), **config["evaluate"]}
+  for name in ("recall_lengths", "recall_depths"):
+    evaluate[name] = tuple(evaluate[name])  # JSON has lists alone
   return config
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from configs import common
+from ultralong_jax.data import synthetic
 from ultralong_jax.train import check
 
 
@@ -109,6 +110,31 @@ def test_error_says_what_images_need(leaves, says):
   check.check(config(**READS))
   with pytest.raises(check.Refusal, match=says):
     check.check(config(**{**READS, **leaves}))
+
+
+@pytest.mark.parametrize("leaves, says", [
+    ({"data.synthetic.distance_low": 127},
+     "distance_low=127 may not hold .*statements=4; set at least 128"),
+    ({"data.synthetic.distance_high": 100}, "high=100 is below .*low=128; sw"),
+    ({"data.synthetic.distance_high": 400},
+     "^.*\n  context=512 cuts documents .* 594 tokens; set context=640 or"),
+    ({"data.validation_context": 128}, "set data.validation_context=512"),
+    ({"data.synthetic.statements": 0}, "statements=0: has to be at least 1"),
+    ({"data.synthetic.documents": 0}, "documents=0: has to be at least 1"),
+    ({"data.synthetic.shares.pairs": -1.0}, "shares.pairs=-1.0: has to be 0"),
+    ({"data.synthetic.weights.text": -1.0}, "weights.text=-1.0: has to be 0"),
+    ({f"data.synthetic.shares.{task}": 0.0 for task in synthetic.TASKS},
+     "data.synthetic.shares are all 0; raise one"),
+    ({"evaluate.recall_lengths": (512, 321)}, "321 tokens .* at least 322"),
+    ({"evaluate.recall_depths": (0.0, 1.5)}, "1.5 is no depth; set it from 0"),
+    ({"evaluate.recall_lengths": (512,), "evaluate.recall_depths": ()},
+     "measures nothing"),
+    ({"evaluate.recall_samples": 0}, "recall_samples=0: has to be at least"),
+])
+def test_error_says_what_generated_tasks_need(leaves, says):
+  check.check(config(**{"data.source": "synthetic"}))
+  with pytest.raises(check.Refusal, match=says):
+    check.check(config(**{"data.source": "synthetic", **leaves}))
 
 
 def test_unbounded_decay_and_grouped_experts_pass():

@@ -29,11 +29,14 @@ def test_a_run_from_before_some_leaves_goes_on(tmp_path):
   now = common.get_config()
   written = now.to_dict()
   del written["mtp_weight"], written["optim"]["muon"]
+  del written["mtp_weight"], written["data"]["synthetic"]
+  written["evaluate"] = {"every_steps": 500}
   for name in ("gate_rank", "tied_embedding", "fusion", "position",
                "rope_factor", "mtp"):
     del written["model"][name]
   (tmp_path / "config.json").write_text(json.dumps(written))
   check.check(workdir.read_config(tmp_path))
+  assert workdir.read_config(tmp_path).to_dict() == now.to_dict()
   workdir.adopt(tmp_path, now, allow_change=False)
 
 
