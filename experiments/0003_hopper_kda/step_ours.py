@@ -1,6 +1,6 @@
 """Tokens per second of whole training steps of our model on one GPU.
 
-python -m experiments.0008_end_to_end.ours FORM --out rows.jsonl
+python -m experiments.0003_hopper_kda.step_ours FORM --out rows.jsonl
 
 Random tokens, one document a row, AdamW, bfloat16 compute, float32 parameters
 and moments; host dispatch included. FORMS says what each one is.

@@ -1,6 +1,6 @@
 """The same step of flash-linear-attention's own KDA model, in torch.
 
-python -m experiments.0008_end_to_end.peer MODE --out rows.jsonl
+python -m experiments.0003_hopper_kda.step_peer MODE --out rows.jsonl
 
 MODE: "bf16" (parameters and moments bfloat16 too) or "autocast" (both float32,
 as ours are).
