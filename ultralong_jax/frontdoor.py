@@ -29,8 +29,8 @@ class Loaded:
   """A trained model, ready to be asked.
 
   Attributes:
-    config: the run's config in the stage it was in, every leaf; of a released checkpoint, `model`
-      and, as `hub`, its config.json.
+    config: the run's, every leaf, as in the checkpoint's stage; of a released
+      checkpoint, `model` and, as `hub`, its config.json.
     params: parameters of the newest checkpoint.
     router: thresholds of its experts; empty without experts.
     tokenizer: text to ids and back; None where a released checkpoint has no

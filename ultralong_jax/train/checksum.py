@@ -21,6 +21,7 @@ def _leaf(x):
 
 
 def checksum(x):
+  """Returns the checksum of one array, a uint32 scalar; see `verify`."""
   if x.dtype == bool:
     x = x.astype(jnp.uint32)
   unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")

@@ -76,7 +76,7 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
 
   # Devices: the rows of a batch are split, everything else is on each.
   mesh = sharding.data_mesh()
-  whole, rows = sharding.whole(mesh), sharding.rows(mesh)
+  whole = sharding.whole(mesh)
 
   # Data of every stage: what is missing is missed now, not after days.
   data = {stage.name: open_data(number, stage.config, tokenizer)

@@ -56,7 +56,8 @@ def resolve(config) -> list[Stage]:
              f'{", ".join(config.stages) or "none"}'
              for name in order if name not in config.stages]
   errors += [f'stage_order: "{name}" occurs twice; name its second time '
-             "differently" for name in sorted(set(order)) if order.count(name) > 1]
+             "differently" for name in sorted(set(order))
+             if order.count(name) > 1]
   base = ConfigDict(config.to_dict())
   base.stage_order, base.stages = "", ConfigDict()
   known = workdir_lib.leaves(base)
