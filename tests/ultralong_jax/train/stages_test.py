@@ -245,7 +245,9 @@ def test_measured_thresholds_balance_the_batch():
     return float(np.max(load_E) / np.mean(load_E))
 
   measured = measure(params, router, batch)
-  assert worst(router) > 1.5 > 1.3 > worst(measured)
+  # Cutoffs are held fixed: one pass halves the excess of the fullest expert,
+  # here from 0.97 to 0.41, and does not end it.
+  assert worst(router) > 1.9 and worst(measured) < 1.45
 
 
 def test_saved_bytes_follow_the_tokens():
