@@ -165,33 +165,44 @@ def test_killed_and_stopped_run_equals_an_unbroken_one(
 @pytest.mark.slow
 def test_run_killed_at_random_moments_equals_an_unbroken_one(
     call, unbroken, tmp_path):
-  command = ["-m", "ultralong_jax.main", "--workdir", tmp_path, *call.flags,
-             "--config.checkpoint.every_steps=1"]
-  draw = random.Random(0)
-  start, kills = time.monotonic(), 0
-  call(*command[:3], tmp_path / "timed", *command[4:])
-  seconds = time.monotonic() - start
-  while kills < 10:
+  def started(workdir):
+    """Returns a process that is about to take its first step."""
     process = subprocess.Popen(
-        [sys.executable, *map(str, command)], cwd=ROOT,
-        env={**os.environ, **call.cached}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True)
+        [sys.executable, *map(str, [
+            "-m", "ultralong_jax.main", "--workdir", workdir, *call.flags,
+            "--config.checkpoint.every_steps=1"])],
+        cwd=ROOT, text=True, env={**os.environ, **call.cached},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while "compiled in" not in process.stdout.readline():
+      assert process.poll() is None, process.communicate()[1]
+    return process
+
+  process = started(tmp_path / "timed")
+  began = time.monotonic()
+  process.communicate()
+  seconds = time.monotonic() - began
+  draw, kills, runs = random.Random(0), 0, 0
+  while kills < 10:  # as many runs as that takes, each killed on its way
+    workdir = tmp_path / f"run{runs}"
+    process = started(workdir)
     try:
-      # It ends only if the moment was drawn late and little was left to do.
-      process.wait(draw.uniform(0.4, 1) * seconds)
+      process.wait(draw.uniform(0, 0.7) * seconds)
     except subprocess.TimeoutExpired:
       process.send_signal(signal.SIGKILL)
     said = process.communicate()[1]
     assert process.returncode in (0, -9), said
     assert "passed over" not in said
     kills += process.returncode == -9
-    if process.returncode == 0:  # the next one has a step to do again
-      checkpoints = tmp_path / "checkpoints"
-      (checkpoints / str(STEPS)).rename(tmp_path / f"ended{kills}")
-  call(*command)
-  assert losses(tmp_path) == losses(unbroken)
-  assert record(tmp_path, STEPS) == record(unbroken, STEPS)
-  call("-m", "ultralong_jax.main", "--workdir", tmp_path, "--mode", "inspect")
+    if kills == 10 and process.returncode:
+      process = started(workdir)
+      said = process.communicate()[1]
+      assert process.returncode == 0, said
+    if process.returncode == 0:
+      assert losses(workdir) == losses(unbroken)
+      assert record(workdir, STEPS) == record(unbroken, STEPS)
+      call("-m", "ultralong_jax.main", "--workdir", workdir, "--mode",
+           "inspect")
+      runs += 1
 
 
 @pytest.mark.slow
