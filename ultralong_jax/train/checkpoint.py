@@ -6,6 +6,7 @@ Arrays are stored flat, under their names, so that a file depends on no class.
 What is a checkpoint is decided above Orbax: manifest.py says when a folder is
 whole, shelf.py which ones there are.
 """
+from concurrent import futures
 import pathlib
 import shutil
 import sys
@@ -17,7 +18,6 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ultralong_jax.train import background
 from ultralong_jax.train import checksum
 from ultralong_jax.train import manifest as manifest_lib
 from ultralong_jax.train import named
@@ -65,7 +65,8 @@ class Checkpoints:
     self._say = say
     self._keep = keep
     self._shelf = shelf_lib.Shelf(self.folder)
-    self._commit = None  # of the save under way
+    self._thread = futures.ThreadPoolExecutor(1, "commit")
+    self._commit = None  # future of the save under way
     if not read_only:
       try:
         self._first(self._shelf.open)
@@ -142,7 +143,7 @@ class Checkpoints:
           record=ocp.args.JsonSave(record)))
     except Exception as error:  # Orbax raises bare ones
       raise self._not_saved(step, error) from error
-    self._commit = background.Call(lambda: self._finish(step, manifest))
+    self._commit = self._thread.submit(self._finish, step, manifest)
 
   def _finish(self, step: int, manifest: dict):
     """Commits what Orbax writes, and deletes what it replaces."""
@@ -266,6 +267,7 @@ class Checkpoints:
     try:
       self.wait()
     finally:
+      self._thread.shutdown()
       self._orbax.close()
 
   def _first(self, do):
