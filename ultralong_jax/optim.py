@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ultralong_jax import columns
 from ultralong_jax import tree
 
 # Parameter names ending in these go to AdamW, first match wins; the second
@@ -102,10 +103,7 @@ def table(params, name: str = "muon", muon: str = "per_head") -> str:
     blocks = f" {_blocks(leaf.shape, axes)}" if optimizer == "muon" else ""
     rows.append((leaf_name, "x".join(map(str, leaf.shape)),
                  optimizer + blocks, "decay" if decay else "no decay"))
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths))
-           for row in rows]
-  return "\n".join(line.rstrip() for line in lines)
+  return columns.align(rows)
 
 
 def _blocks(shape, axes) -> str:

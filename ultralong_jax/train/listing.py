@@ -3,6 +3,7 @@ import dataclasses
 import pathlib
 import time
 
+from ultralong_jax import columns
 from ultralong_jax.train import manifest as manifest_lib
 from ultralong_jax.train import shelf as shelf_lib
 from ultralong_jax.train.check import Refusal
@@ -65,11 +66,7 @@ def table(rows: list[Row]) -> str:
   lines = [("checkpoint", "step", "tier", "MiB", "saved", "branch", "state")]
   lines += [(row.name, row.step, row.tier, f"{row.bytes / 2**20:,.1f}",
              row.time, row.branch, row.state) for row in rows]
-  widths = [max(map(len, column)) for column in zip(*lines)]
-  return "\n".join("  ".join(
-      text.rjust(width) if i in (1, 3) else text.ljust(width)
-      for i, (text, width) in enumerate(zip(line, widths))).rstrip()
-      for line in lines)
+  return columns.align(lines, right=(1, 3))
 
 
 def _row(path, folder, verify, beginning) -> Row:

@@ -12,6 +12,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from ultralong_jax import columns
 from ultralong_jax import tree
 from ultralong_jax.models import hybrid
 from ultralong_jax.train import check as check_lib
@@ -216,9 +217,6 @@ def table(plan: list[Stage], data: dict, shapes, devices: int) -> str:
     rows.append((name, f"{c.context:,}", f"{c.batch:,}", f"{c.steps:,}",
                  f"{tokens:,}", f"{tokens * each / 1e15:,.2f}",
                  f"{held / 2**20:,.0f}", f"{saved / 2**20:,.0f}"))
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths))
-           for row in rows]
-  return "\n".join(lines + [
-      "state: parameters, moments and gradients on a device; saved: what a "
-      "forward pass leaves", "to the backward pass there"])
+  return columns.align(rows, right=range(len(rows[0]))) + (
+      "\nstate: parameters, moments and gradients on a device; saved: what a "
+      "forward pass leaves\nto the backward pass there")
