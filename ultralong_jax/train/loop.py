@@ -179,7 +179,8 @@ def _stage(run, stage, record, state, data):
 
   # Evaluation, and what it is to beat.
   validation = validate.open_validation(c, run.tokenizer)
-  evaluator = validate.evaluator(model, validation, run.tokenizer, mesh, stop)
+  figures_of = validate.evaluator(c, model, validation, run.tokenizer, mesh,
+                                  stop)
   beat = baseline.bits_per_byte(data.documents, validation.documents)
 
   flops_per_token = flops.train_per_token(
@@ -199,7 +200,7 @@ def _stage(run, stage, record, state, data):
   def evaluate(step):
     log.pause()
     clock = time.monotonic()
-    figures = dict(evaluator.run(state.params, state.router))
+    figures = dict(figures_of(state.params, state.router))
     if figures:
       record["evaluated"] = step
       record["losses"] = [*record["losses"], figures["validation_loss"]]

@@ -1,4 +1,5 @@
 """Held-out figures, the same in a run and in --mode evaluate."""
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,36 +18,21 @@ from ultralong_jax.train import checkpoint
 from ultralong_jax.train import stages
 
 
-class Validation:
-  """What a run is measured on.
-
-  Attributes:
-    rows: `loader.Data`, held-out documents.
-    documents: theirs.
-    settings: `config.evaluate`.
-    tokens: of a training step, about as many as are read together.
-  """
-
-  def __init__(self, rows, settings, tokens):
-    self.rows, self.documents = rows, rows.documents
-    self.settings, self.tokens = settings, tokens
-
-
 def open_validation(config, tokenizer):
-  """Returns the Validation, its rows in batches of about a step's tokens."""
+  """Returns the validation slice, in batches of about a step's tokens."""
   devices = jax.device_count()
-  tokens = config.batch * config.context
-  rows = tokens // config.data.validation_context
-  return Validation(loader.open_data(
+  rows = config.batch * config.context // config.data.validation_context
+  return loader.open_data(
       config.data, tokenizer, context=config.context,
       batch=max(1, rows // devices) * devices, seed=config.seed,
-      split="validation", form=images.form(config)), config.evaluate, tokens)
+      split="validation", form=images.form(config))
 
 
-def evaluator(model, data, tokenizer, mesh, stop):
-  """Returns the evaluator whose run(params, router) gives the figures.
+def evaluator(config, model, data, tokenizer, mesh, stop):
+  """Returns (params, router) -> iterator of the (name, value) of all figures.
 
   Args:
+    config: of the run, or of a stage of it.
     model: Hybrid.
     data: of `open_validation`.
     tokenizer: see `tokenizer.load`.
@@ -54,27 +40,18 @@ def evaluator(model, data, tokenizer, mesh, stop):
     stop: polled; once it is true, no further figure comes.
   """
   def batches():
-    return data.rows.batches(process_index=jax.process_index(),
-                             process_count=jax.process_count())
+    return data.batches(process_index=jax.process_index(),
+                        process_count=jax.process_count())
 
-  guess = recall.Segmented(model, data.settings.recall_segment, mesh, stop)
-  return Chain(
-      perplexity.Perplexity(model, batches, tokenizer.byte_lengths,
-                            lambda batch: sharding.put(batch, mesh), stop),
-      recall.Recall(guess, data.documents, tokenizer, data.settings,
-                    tokens=data.tokens, devices=mesh.size, stop=stop))
-
-
-class Chain:
-  """Evaluators one after another."""
-
-  def __init__(self, *evaluators):
-    self._evaluators = evaluators
-
-  def run(self, params, router):
-    """Yields the (name, value) of all of them."""
-    for one in self._evaluators:
-      yield from one.run(params, router)
+  loss = perplexity.Perplexity(
+      model, batches, tokenizer.byte_lengths,
+      lambda batch: sharding.put(batch, mesh), stop)
+  found = recall.Recall(
+      recall.Segmented(model, config.evaluate.recall_segment, mesh, stop),
+      data.documents, tokenizer, config.evaluate,
+      tokens=config.batch * config.context, devices=mesh.size, stop=stop)
+  return lambda params, router: itertools.chain(
+      loss.run(params, router), found.run(params, router))
 
 
 def evaluate(config, workdir, stop=lambda: False) -> dict:
@@ -84,9 +61,8 @@ def evaluate(config, workdir, stop=lambda: False) -> dict:
   saved = restore(config, workdir, sharding.whole(mesh))
   check.check(saved.config, tokenizer.vocab)
   data = open_validation(saved.config, tokenizer)
-  figures = evaluator(saved.model, data, tokenizer, mesh, stop).run(
-      saved.params, saved.router)
-  return {"step": saved.step, **dict(figures)}
+  figures = evaluator(saved.config, saved.model, data, tokenizer, mesh, stop)
+  return {"step": saved.step, **dict(figures(saved.params, saved.router))}
 
 
 class Saved(NamedTuple):
