@@ -162,7 +162,6 @@ def _stage(run, stage, record, state, data):
   before = start - record["stage_steps"]
 
   # Step, and what saves compute: compiled now, outside the training time.
-  rows = sharding.rows(mesh)
   train_step = jax.jit(
       step_lib.make_train_step(model, optimizer, c.accumulate,
                                c.balance.to_dict(),
@@ -170,7 +169,8 @@ def _stage(run, stage, record, state, data):
                                c.mtp_weight if model.mtp else 0.),
       donate_argnums=0, out_shardings=sharding.whole(mesh))
   train_step = train_step.lower(
-      run.shapes, stages.batch_shapes(c, data, rows)).compile()
+      run.shapes, stages.batch_shapes(data, c.batch, sharding.rows(mesh))
+  ).compile()
   batches = data.batches(record["position"], record["skipped"],
                          jax.process_index(), jax.process_count())
   if before and not record["stage_steps"]:

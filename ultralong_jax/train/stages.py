@@ -184,9 +184,9 @@ def is_flat(losses: list[float], c) -> bool:
   return bool(-slope < c.flat_fall)
 
 
-def batch_shapes(c, data, sharding) -> dict:
-  """Returns the arrays of a batch of this data as ShapeDtypeStructs."""
-  return {name: jax.ShapeDtypeStruct((c.batch, *x.shape), x.dtype,
+def batch_shapes(data, rows: int, sharding=None) -> dict:
+  """Returns the arrays of that many rows of data as ShapeDtypeStructs."""
+  return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype,
                                      sharding=sharding)
           for name, x in data.row(0).items()}
 
@@ -209,9 +209,7 @@ def table(plan: list[Stage], data: dict, shapes, devices: int) -> str:
     tokens = c.steps * c.batch * c.context
     each = flops.train_per_token(model, shapes.params, c.context,
                                  c.data.patches)
-    part = {key: jax.ShapeDtypeStruct(
-        (c.batch // c.accumulate // devices, *x.shape), x.dtype)
-            for key, x in data[name].row(0).items()}
+    part = batch_shapes(data[name], c.batch // c.accumulate // devices)
     saved = step_lib.saved_bytes(model, shapes.params, shapes.router, part,
                                  c.mtp_weight if model.mtp else 0.)
     rows.append((name, f"{c.context:,}", f"{c.batch:,}", f"{c.steps:,}",
