@@ -13,6 +13,7 @@ import shutil
 from typing import Callable
 
 from ultralong_jax.train import manifest as manifest_lib
+from ultralong_jax.train import workdir as workdir_lib
 from ultralong_jax.train.manifest import Damaged
 
 SAVING, DELETING = ".saving", ".deleting"
@@ -124,10 +125,8 @@ class Shelf:
     away = self._abandoned(self.branch())
     away.mkdir(parents=True, exist_ok=True)
     # First: a kill between two moves must not bring one of them back.
-    half = away / f"{ROLLBACK}.tmp"
-    half.write_text(json.dumps({"after_step": after_step}))
-    manifest_lib.sync(half)
-    os.replace(half, away / ROLLBACK)
+    workdir_lib.write_whole(away / ROLLBACK,
+                            json.dumps({"after_step": after_step}))
     for path in (away, away.parent, self.folder):
       manifest_lib.sync(path)
     return [self._move(self.path(step), away)
