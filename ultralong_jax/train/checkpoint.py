@@ -99,6 +99,10 @@ class Checkpoints:
       step = None if step < 0 else step
     return step
 
+  def folders(self) -> list[int]:
+    """Returns the steps that have a folder, whole or not, oldest first."""
+    return self._shelf.numbers()
+
   def prepare(self, state):
     """Compiles what save() computes, so that no step waits for it."""
     model, rest = named.split(state)

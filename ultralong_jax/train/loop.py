@@ -98,10 +98,10 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
     print(stages.table(plan, data, shapes, jax.device_count()), flush=True)
 
   # State, in this order:
-  # 1. the newest committed checkpoint of the workdir, which has to have these
-  #    shapes, to verify, and to come from this data;
+  # 1. the newest checkpoint of the workdir that verifies; it has to have these
+  #    shapes, and to come from this data;
   # 2. if there is none, the seed.
-  # A checkpoint that cannot be read ends the run: nothing starts over unasked.
+  # Where none verifies the run ends: nothing starts over unasked.
   checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint.keep)
   latest = checkpoints.latest()
   if latest is not None:
@@ -109,6 +109,10 @@ def train(config, workdir, *, stop=lambda: False, profile=None,
     record = stages.follow(plan, record, latest)
     if record["data"] is not None:  # an imported model comes without
       refuse_other_data(record["data"], data[record["stage"]].fingerprint)
+  elif checkpoints.folders():
+    raise check.Refusal(
+        f"no checkpoint in {checkpoints.folder} is whole, of steps "
+        f"{checkpoints.folders()}; move these away to begin from the seed")
   else:
     # Runs once: unoptimised, it compiles in a third of the time.
     options = ({"xla_backend_optimization_level": 0}

@@ -1,5 +1,6 @@
 """Stages of a run: what each is, which come, and how one passes to the next."""
 import json
+import shutil
 
 import chex
 import jax
@@ -216,6 +217,19 @@ def test_a_run_stopped_in_or_between_stages_goes_on_the_same(
     for name in "train_seconds", "config":
       record.pop(name)
   assert one == two  # the checksums of every array among it
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
+    unbroken, tmp_path):
+  c, folder = small(tmp_path), tmp_path / "run"
+  for step in 4, 13:
+    shutil.copytree(unbroken / f"checkpoints/{step}",
+                    folder / f"checkpoints/{step}")
+    (folder / f"checkpoints/{step}/COMMITTED").unlink()
+  with pytest.raises(check.Refusal, match=r"no checkpoint .* \[4, 13\]"):
+    loop.train(c, folder)
+  assert sorted(x.name for x in (folder / "checkpoints").iterdir()) == [
+      "13", "4"]
 
 
 def test_measured_thresholds_balance_the_batch():
