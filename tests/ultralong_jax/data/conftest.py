@@ -3,6 +3,7 @@
 import itertools
 import types
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -95,3 +96,14 @@ def rows_of(take):
   """Function like `take` that returns the rows as one dict of arrays."""
   return lambda *args, **where: jax.tree.map(
       lambda *parts: np.concatenate(parts), *take(*args, **where))
+
+
+@pytest.fixture
+def goes_on(take):
+  """Function that compares data with itself, opened again four batches on."""
+
+  def compare(data, again):
+    rest = take(again, 2, position=4 * data.batch)
+    chex.assert_trees_all_equal(rest, take(data, 6)[4:], strict=True)
+
+  return compare
