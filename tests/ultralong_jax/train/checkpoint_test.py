@@ -3,7 +3,6 @@ import shutil
 import subprocess
 import sys
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,23 +13,16 @@ from ultralong_jax import sharding
 from ultralong_jax.train import check
 from ultralong_jax.train import checkpoint
 from ultralong_jax.train import checksum
-
-
-@flax.struct.dataclass
-class State:
-  params: dict
-  opt_state: tuple
-  router: dict
-  step: jax.Array
-  rng: jax.Array
+from ultralong_jax.train.state import TrainState
 
 
 def state(step=3, scale=1.):
   params = {"layer": {"w_DF": scale * jnp.arange(12.).reshape(3, 4)},
             "scale_D": scale * jnp.ones(3, jnp.bfloat16)}
   optimizer = optax.chain(optax.clip_by_global_norm(1.), optax.adamw(1e-3))
-  return State(params, optimizer.init(params), {"threshold_E": jnp.ones(4)},
-               jnp.int32(step), jax.random.PRNGKey(7))
+  return TrainState(params, optimizer.init(params),
+                    {"threshold_E": jnp.ones(4)}, jnp.int32(step),
+                    jax.random.PRNGKey(7))
 
 
 def shapes(of):
