@@ -67,9 +67,12 @@ def by_paper(rotary, width):
 
 def test_yarn_is_the_papers():
   rotary = Rotary(10_000., "yarn", 16., 2_048)
-  speeds, temperature = by_paper(rotary, 64)
-  np.testing.assert_allclose(rotary.speeds(64), speeds, rtol=1e-12)
+  wanted, temperature = by_paper(rotary, 64)
+  speeds = rotary.speeds(64)
+  np.testing.assert_allclose(speeds, wanted, rtol=1e-12)
   assert rotary.logit_scale() == pytest.approx(temperature**2, rel=1e-12)
+  # Powers by NumPy and by math differ in the last bit on some CPUs, so what is
+  # exact is asked of NumPy's alone.
   plain = Rotary(10_000.).speeds(64)
   # The fastest pairs keep their speed, the slowest are interpolated, and
   # some lie between.
